@@ -8,9 +8,14 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.path import Path as Line
+from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 
-from eval.results import SPEED_NAMES, Report, Row, speed_shown
+from eval.results import SPEED_NAMES, Report, Row, machine_words, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
 from skipdecode.files import atomic_replacement
@@ -47,6 +52,10 @@ STYLE: Any = {  # matplotlib doesn't export the type of its keys
     "ytick.labelcolor": INK,
     "legend.frameon": False,
 }
+# Places of a label around its point: offset in points, horizontal and vertical alignment; the first ones are preferred.
+_PLACES = [((0, 9), "center", "bottom"), ((0, -9), "center", "top"), ((-9, 9), "right", "bottom")]
+_PLACES += [((9, 9), "left", "bottom"), ((-9, -9), "right", "top"), ((9, -9), "left", "top")]
+_PLACES += [((-9, 0), "right", "center"), ((9, 0), "left", "center"), ((0, 36), "center", "bottom")]
 MAX_MAPS = 5  # schedules in one picture; of more, this many evenly spaced ones are drawn
 
 
@@ -100,7 +109,8 @@ def draw_quality(
     draw_series(axes, number, label, medians, values, xerr=quartiles, yerr=intervals)
     if lossless := [row for row in rows if row.system == "lossless"]:
         places = [row.speed(over).median for row in lossless], [row.scores[metric.name] for row in lossless]
-        axes.plot(*places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label="lossless")
+        label = f"{label.strip()}, lossless (the output of full depth)"
+        axes.plot(*places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label=f" {label}")
     axes.set_xlabel(f"measured {SPEED_NAMES[over]} speedup over full depth")
     axes.xaxis.set_major_formatter("{x:g}x")
 
@@ -124,12 +134,18 @@ def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
     # The tokens that run a layer are a prefix of the sequence (docs/explanation.md), so one bar per layer suffices.
     axes.barh(layers, [tokens] * len(layers), height=1.0, color=EMPTY, linewidth=0)
     axes.barh(layers, schedule.cutoffs(tokens), height=0.9, color=SERIES[0][0], linewidth=0)
-    axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")
+    if _decays(schedule):
+        axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")
     axes.set_xlim(0, tokens)
     axes.set_ylim(0.5, schedule.num_layers + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.set_xlabel("generated token")
     axes.grid(visible=False)
+
+
+def _decays(schedule: SkipSchedule) -> bool:
+    """Whether the number of layers changes at all before the horizon."""
+    return schedule.max_layers > schedule.min_layers
 
 
 def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over: Over | None = None) -> None:
@@ -146,17 +162,8 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, report) in enumerate(reports.items()):
-            own = [row for row in report.rows if row.checkpoint == report.checkpoint]
-            rows = sorted(own, key=lambda row: row.speed(over).median)
+            rows = sorted(_own_rows(report), key=lambda row: row.speed(over).median)
             draw_quality(axes, number, f" {name}", rows, metric, over)  # legends omit names that start with _
-            if number == 0 and few:
-                alike: dict[
-                    tuple[float, float], list[Row]
-                ] = {}  # targets with the same constant schedule share a label
-                for row in own:
-                    alike.setdefault((row.mean_layers, row.scores[metric.name]), []).append(row)
-                for same in alike.values():
-                    _annotate(axes, same, metric, over)
         axes.axhline(full.scores[metric.name], color=MUTED, lw=0.9, ls=":", zorder=0)
         if first.reference is not None:
             reference = f" {Path(first.reference).name} at full depth"
@@ -165,31 +172,66 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         leave_room(axes, values, above=1.2)  # for the labels
         axes.margins(x=0.12)
         axes.set_ylabel(metric.label)
-        axes.set_title(title, fontsize=12, pad=20)
-        conditions = f"speedup at batch {first.timed_batch_size}, {first.dtype}, {first.machine['processor']}"
-        add_note(axes, f"{conditions}, {first.examples} prompts; bars: quartiles over batches; dotted line: full depth")
+        axes.set_title(title, fontsize=12, pad=32)
+        conditions = f"speedup at batch {first.timed_batch_size}, {first.dtype}, {machine_words(first.machine)}"
+        lines = "a line: one checkpoint (one training seed); bars: quartiles over batches; dotted line: full depth"
+        add_note(axes, f"{conditions}, {first.examples} prompts\n{lines}")
         if len(reports) > 1 or first.reference is not None:
-            # A few names fit below the lines; more would cover some of them.
-            if few:
-                axes.legend(loc="lower left")
-            else:
-                figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+            figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+        if few:
+            _label_points(axes, reports, metric, over)
         save_png(path, figure)
 
 
-def _annotate(axes: Axes, rows: Sequence[Row], metric: Metric, over: Over) -> None:
-    """Write the targets or names, and the mean layers, above rows that have the same schedule."""
+def _own_rows(report: Report) -> list[Row]:
+    """The rows of a report's own checkpoint."""
+    return [row for row in report.rows if row.checkpoint == report.checkpoint]
+
+
+def _label_points(axes: Axes, reports: Mapping[str, Report], metric: Metric, over: Over) -> None:
+    """Write targets or names, and mean layers, beside the points of the first report, where they cover least."""
+    own = _own_rows(next(iter(reports.values())))
+    alike: dict[tuple[float, float], list[Row]] = {}  # targets with the same constant schedule share a label
+    for row in own:
+        alike.setdefault((row.mean_layers, row.scores[metric.name]), []).append(row)
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # settles where points are
+    curves = [
+        sorted((row.speed(over).median, row.scores[metric.name]) for row in _own_rows(report))
+        for report in reports.values()
+    ]
+    curves += [
+        [(row.speed(over).lower, row.scores[metric.name]), (row.speed(over).upper, row.scores[metric.name])]
+        for row in own
+    ]
+    drawn = [axes.transData.transform_path(Line(curve)) for curve in curves]
+    taken: list[Bbox] = []
+    for rows in alike.values():
+        label = _annotate(axes, rows, metric, over)
+
+        def covered(place: tuple[tuple[int, int], str, str], label: Annotation = label) -> int:
+            label.xyann, horizontal, vertical = place
+            label.set(ha=horizontal, va=vertical)
+            box = label.get_window_extent()
+            outside = not axes.bbox.containsx(box.x0) or not axes.bbox.containsx(box.x1) or box.y0 < axes.bbox.y0
+            others = sum(box.overlaps(other) for other in taken)
+            return 100 * others + 10 * outside + sum(line.intersects_bbox(box, filled=False) for line in drawn)
+
+        covered(min(_PLACES, key=covered))
+        taken.append(label.get_window_extent())
+
+
+def _annotate(axes: Axes, rows: Sequence[Row], metric: Metric, over: Over) -> Annotation:
+    """A label with the targets or names, and the mean layers, of rows that have the same schedule."""
     targets = [f"{row.speedup_target:g}x" for row in rows if row.speedup_target is not None]
     named = [row.label for row in rows if row.speedup_target is None]
     name = ", ".join([*([f"target {', '.join(targets)}"] if targets else []), *named])
-    axes.annotate(
+    return axes.annotate(
         f"{name}\n{rows[0].mean_layers:.1f} layers",
         (statistics.fmean(row.speed(over).median for row in rows), rows[0].scores[metric.name]),
-        xytext=(0, 9),
         textcoords="offset points",
-        ha="center",
-        va="bottom",
+        xytext=(0, 0),
         fontsize=8,
+        in_layout=False,
         bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
     )
 
@@ -208,11 +250,17 @@ def draw_schedules(path: Path, schedules: Mapping[float, SkipSchedule], *, token
     if len(speedups) > MAX_MAPS:
         speedups = [speedups[round(n * (len(speedups) - 1) / (MAX_MAPS - 1))] for n in range(MAX_MAPS)]
     tokens = tokens or max(round(1.25 * schedules[speedup].horizon) for speedup in speedups)
+    shown = [schedules[speedup] for speedup in speedups]
     with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.titlesize": 9}):
-        figure = Figure(figsize=(1.2 + 1.9 * len(speedups), 2.9), layout="constrained")
+        figure = Figure(figsize=(1.2 + 1.9 * len(speedups), 3.1), layout="constrained")
         panels = figure.subplots(1, len(speedups), sharey=True, squeeze=False)
-        for axes, speedup in zip(panels[0], speedups, strict=True):
-            draw_layers(axes, schedules[speedup], tokens)
-            axes.set_title(f"{speedup:g}x: {schedules[speedup].mean_budget(tokens):.1f} layers")
+        for axes, speedup, schedule in zip(panels[0], speedups, shown, strict=True):
+            draw_layers(axes, schedule, tokens)
+            layers = f"{schedule.mean_budget(tokens):.1f}" if _decays(schedule) else f"{schedule.max_layers}"
+            axes.set_title(f"target {speedup:g}x: {layers} layers")
         panels[0][0].set_ylabel("layer")
+        keys: list[Any] = [Patch(color=SERIES[0][0], label="runs"), Patch(color=EMPTY, label="is bypassed")]
+        if any(map(_decays, shown)):
+            keys.append(Line2D([], [], color=MUTED, linewidth=0.9, linestyle=":", label="horizon of the decay"))
+        figure.legend(handles=keys, loc="outside lower center", ncols=len(keys))
         save_png(path, figure)

@@ -246,16 +246,16 @@ def _systems(
     for speedup in targets:
         found = schedules[speedup]
         if request.system == "skip" or exported is not None:
-            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, found.schedule, speedup, found.shortfall))
+            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, found.schedule, speedup, found.fallback_speedup))
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))
-            systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.shortfall))
+            systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.fallback_speedup))
     for drafts in request.lossless:
         if drafts is None:
             systems.append(LosslessSystem("lossless", checkpoint, None, order=loaded.order))
         else:
             found = plan.drafts[batch_size][drafts]
-            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.shortfall))
+            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.fallback_speedup))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

@@ -4,7 +4,7 @@ The module imports nothing that trains or decodes, so a report loads quickly.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -185,6 +185,12 @@ class Row:
         return self.whole_speedup
 
 
+def machine_words(machine: Mapping[str, Any]) -> str:
+    """A described machine in notes and pictures, such as "AMD EPYC (2 threads)"."""
+    threads = machine["threads"]
+    return f"{machine['processor']} ({threads} thread{'' if threads == 1 else 's'})"
+
+
 @dataclass(frozen=True)
 class Report:
     """An evaluation: where and how it ran, and a row for each system; the first row is the baseline of all speeds."""
@@ -294,7 +300,7 @@ class Report:
         cut = f" ({self.prompts_cut} of them truncated)" if self.prompts_cut else ""
         return [
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
-            f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            f"{self.dtype}{weights} on {machine_words(self.machine)}, {self.date}.",
             *self._process_notes(),
             *([f"1x: the reference {self.reference} at full depth."] if self.reference is not None else []),
             *(
@@ -383,7 +389,7 @@ class Report:
         return [metric_named(name) for name in self.rows[0].scores]
 
     def _described(self) -> dict[str, list[str]]:
-        """A description of what was computed -> its metrics; that of a part of the test set is that of the whole."""
+        """A description of what was computed -> its metrics; parts of the test set have the same one."""
         said: dict[str, list[str]] = {}
         for name, what in self.metrics.items():
             if PART not in name:

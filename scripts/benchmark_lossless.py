@@ -2,13 +2,13 @@
 
     python scripts/benchmark_lossless.py --shape opt-1.3b --dtype bfloat16 --weights packed int8 --speedup 4
 
-Random weights say nothing of how often drafts are taken, so that is SIMULATED: a draft is taken with a probability of
---acceptance, whatever full depth says; the passes are all run. In each repeat every acceptance takes turns with full
-depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
+Random weights have no meaningful acceptance rate, so it is SIMULATED: a draft is accepted with the probability that
+--acceptance gives, whatever full depth says; all passes are run. In each repeat every acceptance rate takes turns with
+full depth; ratios are medians over repeats [quartiles]. This machine is calibrated first, as by skipdecode calibrate.
 
-c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is what
-they and the acceptance a promise texts without an end, with the best number of drafts g (Leviathan et al. 2023, theorem
-3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
+c is the cost of a draft step and V(k) that of a verification of k positions, in steps of full depth. The prediction for
+sequences that don't end follows from them and the acceptance rate a, with the best number of drafts g (Leviathan et al.
+2023, theorem 3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
 """
 
 import argparse
@@ -49,7 +49,7 @@ COLUMNS = (1, 2, 3, 4, 6, 8, 13)
 
 
 class Drafted(SkipDecode):
-    """`skip_generate(lossless=True)`, whose drafts are taken with a probability."""
+    """`skip_generate(lossless=True)` with a simulated acceptance rate."""
 
     def __init__(self, model: torch.nn.Module, schedule: SkipSchedule, weights: Weights, acceptance: float) -> None:
         super().__init__(model, schedule, weights, f"lossless at {acceptance:g}")
@@ -68,7 +68,7 @@ class Drafted(SkipDecode):
             return found
 
         def draft(runner: LosslessRunner, texts: RunningSequences, *rest: Any) -> DraftedRounds | None:
-            """One round of the kernels, of which so many drafts are taken as is drawn."""
+            """One round of the kernels, in which the number of accepted drafts is drawn."""
             found = own(runner, texts, *rest[:-1], 1)
             if found is None:
                 return None
@@ -84,7 +84,7 @@ class Drafted(SkipDecode):
 
 
 def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
-    """Columns -> seconds of a pass of full depth through so many of one row: medians, in turns."""
+    """Number of positions -> median seconds of a full-depth pass through them, for one sequence, timed in turns."""
     runner = LosslessRunner(fast_path(model).decoder(weights), 64, torch.ones_like(ids))
     runner.prefill(ids)
     seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}

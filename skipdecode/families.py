@@ -233,16 +233,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The computation from a layer's output to logits: the final norm, the output projection if there is one, the head.
 
-    Multi-layer early exit applies it to the output of any layer.
-
-    Args:
-        model: a causal language model, wrapped or not.
-
-    Returns:
-        A function from hidden states [..., hidden] to logits [..., vocabulary].
-
-    Raises:
-        ConfigError: for a family that isn't known, or whose final norm isn't known.
+    Multi-layer early exit applies it to the output of any layer. Returns a function from hidden states [..., hidden] to
+    logits [..., vocabulary]. Raises ConfigError for a family that isn't known, or whose final norm isn't known.
     """
     inner = unwrap(model)
     decoder_layers(inner)  # for its error where the family isn't known

@@ -44,12 +44,6 @@ def all_positions(num_layers: int, layers: tuple[int, ...]) -> PositionPlan:
 class LayerGate:
     """Runs each layer of a model on the positions of a plan, and counts them.
 
-    Args:
-        layers: the model's decoder layers, lowest first.
-        plan: as the attribute.
-        keep_in_graph: as the attribute.
-        stopped: as the attribute.
-
     Attributes:
         plan: the plan of the next forward pass.
         keep_in_graph: whether a layer that runs no position still gets a gradient, of zeros.
@@ -220,19 +214,8 @@ def gated_layers(
 ) -> Iterator[LayerGate]:
     """Within the context, route every call of the model's decoder layers through a gate, while the gate is `active`.
 
-    Args:
-        model: a causal language model, wrapped or not.
-        schedule: a schedule for the model; its `prompt_stop` applies whatever the plan.
-        plan: the gate's first plan.
-        prompt_columns: number of positions, from the left, that belong to the prompt.
-        keep_in_graph: as in `skip_layers`.
-
-    Yields:
-        The gate.
-
-    Raises:
-        ConfigError: for a schedule of another number of layers, a family that isn't known, or a model that this thread
-            has already attached.
+    The schedule's `prompt_stop` applies whatever the plan, which is the gate's first one. Raises ConfigError as
+    `skip_layers` does when it is entered.
     """
     layers = decoder_layers(model)
     check_schedule(schedule, layers)

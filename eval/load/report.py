@@ -17,7 +17,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from eval.drawing import STYLE, add_note, draw_series, save_png
 from eval.load.client import Outcome
-from eval.load.request import speed_of
+from eval.load.request import STATIC_BATCHING, speed_of
+from eval.results import machine_words
 from eval.tables import Column, Table
 from skipdecode.schedule.plan import rounded_down
 from skipdecode.timing.interleave import Ratio
@@ -81,7 +82,7 @@ class LoadRow:
     planned: float | None = None
 
 
-def shortfall(system: str, outcomes: Sequence[Outcome]) -> float | None:
+def fallback_speedup(system: str, outcomes: Sequence[Outcome]) -> float | None:
     """The speedup that the server planned (median over requests) where it is below the system's target; else None."""
     target = speed_of(system)
     planned = [outcome.planned for outcome in outcomes if outcome.planned is not None]
@@ -120,7 +121,7 @@ def row_of(
         first_token=Percentiles.of([outcome.parts[0] for outcome in good if outcome.parts]),
         between_tokens=Percentiles.of([b - a for o in good for a, b in zip(o.parts, o.parts[1:], strict=False)]),
         whole=Percentiles.of([outcome.seconds for outcome in good]),
-        planned=shortfall(system, good),
+        planned=fallback_speedup(system, good),
     )
 
 
@@ -216,6 +217,11 @@ COLUMNS: list[Column[LoadRow]] = [
 ]
 
 
+def _in_words(system: str) -> str:
+    """A system's name in legends: `lock-step-3x` is "static batching, 3x"."""
+    return system.replace(STATIC_BATCHING, "static batching, ", 1) if system.startswith(STATIC_BATCHING) else system
+
+
 def draw_load(path: Path, report: LoadReport) -> None:
     """Draw the 95th percentile of the time to first token against throughput into a PNG, a line for each system.
 
@@ -232,7 +238,7 @@ def draw_load(path: Path, report: LoadReport) -> None:
         for number, system in enumerate(dict.fromkeys(row.system for row in report.rows)):
             rows = [row for row in report.rows if row.system == system and latency(row) is not None]
             latencies = [1000 * (latency(row) or 0.0) for row in rows]
-            draw_series(axes, number, system, [row.tokens_per_second for row in rows], latencies)
+            draw_series(axes, number, _in_words(system), [row.tokens_per_second for row in rows], latencies)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -242,6 +248,6 @@ def draw_load(path: Path, report: LoadReport) -> None:
         served = c.served if "://" in c.served else Path(c.served).resolve().name
         axes.set_title(f"{served}: latency against throughput", fontsize=12, pad=20)
         rates = ", ".join(dict.fromkeys(_rate(row) for row in report.rows))
-        add_note(axes, f"{c.machine['processor']}, {c.task}; points: request rates {rates}")
+        add_note(axes, f"{machine_words(c.machine)}, {c.task}; points: request rates {rates}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=9)
         save_png(path, figure)

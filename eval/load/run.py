@@ -17,7 +17,7 @@ from eval.console import bar_columns, make_console
 from eval.journal import Journal
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.client import Endpoint, Outcome, play
-from eval.load.report import LoadConditions, LoadReport, draw_load, row_of, shortfall
+from eval.load.report import LoadConditions, LoadReport, draw_load, fallback_speedup, row_of
 from eval.load.request import LoadRequest
 from eval.load.systems import served
 from eval.loading import fingerprint, task_options, weights_identity
@@ -101,7 +101,7 @@ def _take_turns(
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if len(errors) == len(outcomes):
             raise ConfigError(f"--system {name} doesn't answer: {errors[0]}")
-        missed = shortfall(name, outcomes)
+        missed = fallback_speedup(name, outcomes)
         if missed is not None and request.strict:
             raise ConfigError(
                 f"--system is {name}: the server can't reach this speed and plans {missed:.2f}x; use a lower speed, or "

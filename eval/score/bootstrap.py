@@ -1,6 +1,5 @@
 """Bootstrap over test items: confidence intervals and paired significance (Koehn, EMNLP 2004)."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -28,17 +27,6 @@ def interval(scores: Array) -> tuple[float, float]:
     outside = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(scores, [outside, 100 - outside])
     return float(low), float(high)
-
-
-def over_seeds(resampled: Sequence[Array]) -> Array:
-    """Means over training seeds, [resamples], of scores in the same resamples of the items.
-
-    Seeds are resampled with replacement too.
-    """
-    each = np.stack(resampled)
-    drawn = np.random.default_rng(SEED).integers(len(each), size=each.T.shape)  # [resamples, seeds]
-    means: Array = each[drawn, np.arange(len(drawn))[:, None]].mean(axis=1)
-    return means
 
 
 def p_value(difference: float, resampled: Array) -> float:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.drawing import MUTED, SERIES, STYLE, error_bars, save_png
+from eval.results import machine_words
 from eval.score.registry import metric_named
 from eval.search.report import SearchReport, TrialRow
 
@@ -51,7 +52,8 @@ def draw_search(path: Path, report: SearchReport) -> None:
         )
         main.set_title(
             f"default: {default.score.value:.2f} {name}; dotted line: full depth, {report.full_depth.value:.2f}\n"
-            f"{report.prompts} validation prompts, bars: 95 % intervals; hollow: dropped after fewer prompts"
+            f"{report.prompts} validation prompts, {machine_words(report.machine)}, seed {report.seed}\n"
+            "bars: 95 % intervals; hollow: dropped after fewer prompts"
             + (f"; logarithmic scale below {-close:.1f}" if far else ""),
             loc="left",
             fontsize=8,

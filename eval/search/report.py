@@ -9,6 +9,7 @@ from typing import Any
 
 import rich.table
 
+from eval.results import machine_words
 from eval.score.registry import metric_named
 from eval.search.paired import Estimate, estimate
 from eval.search.space import spread_of
@@ -153,7 +154,7 @@ class SearchReport:
         lines = [
             f"{self.prompts} validation prompts{_dropped(self.rungs)}, batch {self.batch_size}, at most "
             f"{self.max_new_tokens} new tokens, greedy, {self.dtype}, {self.weights} weights on "
-            f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
+            f"{machine_words(self.machine)}, seed {self.seed}, {self.date}.",
             f"Full depth: {self.full_depth.value:.2f} {metric_named(self.metric).label} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
             f"{metric_named(self.metric).label}: {self.computed}.",

@@ -219,4 +219,4 @@ def _choose(
     schedules = choose_schedules(
         budget, space, default, trials=request.trials, tokens=data.max_new_tokens, seed=request.seed
     )
-    return budget, schedules, plan.shortfall
+    return budget, schedules, plan.fallback_speedup

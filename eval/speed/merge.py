@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from eval.console import make_console
 from eval.output import check_new_files
-from eval.results import SPEED_HEADERS, SPEED_NAMES
+from eval.results import SPEED_HEADERS, SPEED_NAMES, machine_words
 from eval.speed.report import COPY_FRACTION, PEER_FIELDS, SpeedReport, SpeedRow
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
@@ -84,8 +84,8 @@ class MergedReport:
         first = self.runs[0].conditions
         copies = _of((run.conditions.copy_bytes_per_second / 1e9 for run in self.runs), "{:.1f}", min)
         return [
-            f"{first.parameters / 1e6:,.0f} M parameters, {first.dtype} on {first.machine['processor']} "
-            f"({first.machine['threads']} threads), prompt {first.prompt_length}, {first.new_tokens} new tokens; runs "
+            f"{first.parameters / 1e6:,.0f} M parameters, {first.dtype} on {machine_words(first.machine)}, "
+            f"prompt {first.prompt_length}, {first.new_tokens} new tokens; runs "
             f"of {', '.join(run.conditions.date for run in self.runs)}.",
             f"Targets apply to the {SPEED_NAMES[first.over]} speedup. Figures are medians over runs (worst run); that "
             "of a run is the median of its repeats. Fraction of copy bandwidth: bytes that decoding must read per "

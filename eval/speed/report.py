@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 
 from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
 from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
-from eval.results import SPEED_HEADERS, SPEED_NAMES
+from eval.results import SPEED_HEADERS, SPEED_NAMES, machine_words
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.schedule.schedule import Over, SkipSchedule
@@ -143,8 +143,8 @@ class SpeedReport:
         c = self.conditions
         solved = "a calibrated profile of this machine" if c.calibrated else "the analytical cost model"
         return [
-            f"{c.parameters / 1e6:,.0f} M parameters, {c.dtype} on {c.machine['processor']} "
-            f"({c.machine['threads']} threads), prompt {c.prompt_length}, {c.new_tokens} new tokens, {c.repeats} "
+            f"{c.parameters / 1e6:,.0f} M parameters, {c.dtype} on {machine_words(c.machine)}, "
+            f"prompt {c.prompt_length}, {c.new_tokens} new tokens, {c.repeats} "
             f"repeats in turns, schedules solved with {solved}, torch {c.versions['torch']}, "
             f"transformers {c.versions['transformers']}, {c.date}.",
             f"Targets apply to the {SPEED_NAMES[c.over]} speedup. Speedups: seconds at full depth, of this library or "
@@ -213,6 +213,16 @@ BOUNDS: list[Column[SpeedRow]] = [
 ]
 
 
+WEIGHT_WORDS = {
+    "model": "the model's own weights",
+    "packed": "packed weights",
+    "int8": "8-bit weights",
+    "int4": "4-bit weights",
+    "int4-int8-head": "4-bit layers, 8-bit LM head",
+    "int8-int4-head": "8-bit layers, 4-bit LM head",
+}
+
+
 def draw_speeds(path: Path, report: SpeedReport) -> None:
     """Draw the measured speedup against the target into a PNG, a line for each batch size and kind of weights."""
     c = report.conditions
@@ -225,7 +235,14 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
             targets, speeds = [row.speedup_target for row in rows], [row.speed(c.over) for row in rows]
             medians = [speed.median for speed in speeds]
             quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
-            draw_series(axes, number, f"batch {batch_size}, {weights} weights", targets, medians, yerr=quartiles)
+            draw_series(
+                axes,
+                number,
+                f"batch {batch_size}, {WEIGHT_WORDS.get(weights, weights)}",
+                targets,
+                medians,
+                yerr=quartiles,
+            )
             colour = SERIES[number % len(SERIES)][0]
             if c.over == "decode":
                 axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")
@@ -234,8 +251,9 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
         axes.set_xlabel("target speedup")
         axes.set_ylabel(f"measured {SPEED_NAMES[c.over]} speedup over full depth")
         axes.set_title(f"{c.model}, {c.dtype}: measured speedup against target", fontsize=12, pad=20)
-        note = f"{c.machine['processor']}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
-        add_note(axes, note + ("dashed: memory-bound; " if c.over == "decode" else "") + "dotted: the target")
+        lengths = f"prompts of {c.prompt_length} tokens, {c.new_tokens} new tokens"
+        bound = "dashed: memory-bound; " if c.over == "decode" else ""
+        add_note(axes, f"{machine_words(c.machine)}, {lengths}; bars: quartiles; {bound}dotted: the target")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}x")
         axes.legend(loc="upper left")

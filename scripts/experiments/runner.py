@@ -25,7 +25,6 @@ from eval.difference import difference
 from eval.drawing import draw_frontier
 from eval.output import only_writer
 from eval.results import FILE_NAME, Report
-from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.cli.process import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
@@ -53,8 +52,6 @@ class Experiment:
         frontiers: selects the reports to draw.
         evaluations: options of `python -m eval` by label, for a variant's name and the folder of its run.
         over: the speedup to draw, decode or end-to-end; None: that of the targets.
-        starts: variants that are always trained first, because others start from their checkpoints.
-        metrics: metrics of the task that the table needs.
     """
 
     name: str
@@ -64,8 +61,6 @@ class Experiment:
     frontiers: Callable[[Mapping[str, Report]], Mapping[str, Report]] = dict
     evaluations: Callable[[str, Path], Mapping[str, Sequence[str]]] = lambda name, run: {name: at_speeds()}
     over: Over | None = None
-    starts: Sequence[str] = ()
-    metrics: Sequence[str] = ()
 
 
 def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None = None) -> argparse.ArgumentParser:
@@ -99,22 +94,15 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     if options.data_dir is not None:
         common.insert(0, f"data.path={options.data_dir.resolve()}")
     variants = Variants(options.recipe, tuple(common))
-    missing = [name for name in experiment.metrics if name not in variants.task.metrics]
-    if missing:
-        has = ", ".join(variants.task.metrics)
-        raise ConfigError(f"data.task is {variants.task.name!r}, which has no metric {missing[0]}: it has {has}")
     overrides = resolve(experiment, variants, only)
     output: Path = options.output.resolve()  # commands run in another working directory
     with only_writer(output, "--output"):
-        print_work(variants, overrides)
         train = ["train.py", "--recipe", variants.name, *common]
         runs = {name: output / folder_name(name) for name in experiment.overrides}
         commands = {runs[name]: [*train, *each, f"output.dir={runs[name]}"] for name, each in overrides.items()}
-        first = {runs[name]: commands.pop(runs[name]) for name in overrides if name in experiment.starts}
-        for folder, command in {**first, **commands}.items():
+        for folder, command in commands.items():
             check_finished(folder, "config.json", command)
-        started = run_unfinished(first, "config.json", options.jobs)
-        done = run_unfinished(commands, "config.json", options.jobs) and started
+        done = run_unfinished(commands, "config.json", options.jobs)
         if not options.train_only:
             finished = {name: run for name, run in runs.items() if (run / "config.json").exists()}
             reports, all_evaluated = evaluate(options, experiment, finished)
@@ -126,8 +114,6 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
 def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> dict[str, Sequence[str]]:
     """The overrides of the variants to train. Raises ConfigError for unknown or impossible variants in `only`."""
     found = {}
-    if only:
-        only = [*experiment.starts, *only]
     for name in only or experiment.overrides:
         if name not in experiment.overrides:
             raise unknown("variant", name, experiment.overrides)
@@ -142,22 +128,9 @@ def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> 
     return found
 
 
-def print_work(variants: Variants, overrides: Mapping[str, Sequence[str]]) -> None:
-    """Print the work of each variant's steps, which differs although all train on the same rows."""
-    own = variants.work()
-    rows = [[name, f"{variants.layers(each)}", f"{variants.work(each) / own:.2f}"] for name, each in overrides.items()]
-    print(Table(["variant", "layers", "work per step"], rows).to_markdown())
-    print("\nWork: pairs of position and layer computed, relative to the recipe's; without the LM head.\n", flush=True)
-
-
 def folder_name(label: str) -> str:
     """A folder name for a label, such as `list-half-distilled` for `list, half distilled`."""
     return label.replace(", ", "-").replace(" ", "-").replace("/", "-")
-
-
-def evaluated_in(output: Path, label: str) -> Path:
-    """The folder of an evaluation."""
-    return output.resolve() / "evaluated" / folder_name(label)
 
 
 def evaluate(
@@ -166,12 +139,13 @@ def evaluate(
     """Evaluate finished runs, one after the other. Returns the reports by label, and whether all succeeded."""
     common = ["--data-dir", str(options.data_dir.resolve())] if options.data_dir is not None else []
     common += ["--limit", str(options.limit)] if options.limit is not None else []
+    evaluated: Path = options.output.resolve() / "evaluated"
     folders, commands = {}, {}
     for name, run in runs.items():
         for label, how in experiment.evaluations(name, run).items():
-            folders[label] = folder = evaluated_in(options.output, label)
+            folders[label] = folder = evaluated / folder_name(label)
             commands[folder] = ["-m", "eval", "--checkpoint", str(run), *how, *common, "--output", str(folder)]
-    (options.output / "evaluated").mkdir(exist_ok=True)
+    evaluated.mkdir(exist_ok=True)
     for folder, command in commands.items():
         check_finished(folder, FILE_NAME, command)
     done = run_unfinished(commands, FILE_NAME, 1)

@@ -1,4 +1,4 @@
-"""Variants of a recipe, and the work of their training steps."""
+"""Variants of a recipe."""
 
 import copy
 import math
@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from data import Task
-from data.rows import row_lengths
 from skipdecode import CostModel, SkipSchedule
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from train.build import build_task, model_config
-from train.dry_run.work import SAMPLED_STEPS, mean_work
 from train.prepare import Prepared, make_arguments, prepare, recipe_sampler
 from train.recipe import Recipe, load_recipe
 from train.sampling import ScheduleSampler
@@ -82,19 +80,3 @@ class Variants:
         if speedup > speed(1):
             raise ConfigError(f"speedup is {speedup:g}: a single layer reaches at most {speed(1):.2f}x")
         return min(range(1, cost.num_layers + 1), key=lambda layers: abs(math.log(speed(layers) / speedup)))
-
-    def layers(self, overrides: Sequence[str] = ()) -> int:
-        """The number of layers of a variant's model."""
-        return self.sampler(overrides).schedules[0].num_layers
-
-    def work(self, overrides: Sequence[str] = ()) -> float:
-        """The mean work of a row in a step, in forward and backward passes of a position through one layer.
-
-        The LM head isn't counted.
-        """
-        prompt, completion = (float(lengths.mean()) for lengths in row_lengths(self.prepared.encoded.rows))
-        optim = self.recipe(overrides).optim
-        lengths, frozen = (prompt, completion), optim.teacher is not None
-        sampler = self.sampler(overrides)
-        passes = mean_work(sampler, SAMPLED_STEPS, bool(optim.distillation), *lengths, frozen_teacher=frozen)
-        return passes * self.layers(overrides)

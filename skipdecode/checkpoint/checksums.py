@@ -52,7 +52,6 @@ def find_damage(folder: Path, *, checked_only: bool = False, allow_missing: bool
     """Describe the first file of a folder that differs from its checksum file; None where all agree.
 
     Args:
-        folder: a folder with a checksum file.
         checked_only: consider only files that match `CHECKED_PATTERNS`, and report added ones.
         allow_missing: accept missing files, since a download fetches each file when it is first used.
     """
@@ -83,10 +82,8 @@ def verify_checksums(folder: Path, *, allow_missing: bool = False) -> None:
     """Compare the checked files of a folder with its checksum file, where it has one.
 
     Each file is read once per process, and again when it has changed. This takes a second or two per gigabyte from
-    disk; loading then finds the file in memory.
-
-    Raises:
-        ConfigError: for a file that has changed, was added, or is missing (unless `allow_missing`).
+    disk; loading then finds the file in memory. Raises ConfigError for a file that has changed, was added, or is
+    missing (unless `allow_missing`).
     """
     if not (folder / CHECKSUMS_FILE).exists():
         return

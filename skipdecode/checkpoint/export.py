@@ -1,12 +1,10 @@
 """Export of a checkpoint for one schedule, without the layers that this schedule never runs."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +13,7 @@ from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig, save_default_speedup
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config
+from skipdecode.files import atomic_folder_replacement
 from skipdecode.schedule.cost import count_parameters, depth_mismatch
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -49,16 +48,10 @@ def keep_layers_in_config(config: PretrainedConfig, kept: Sequence[int]) -> None
 
 
 def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
-    """Remove all layers of a model except `kept`.
+    """Remove all layers of a model except `kept` (ascending), in place, and change its config.
 
-    Its logits are then those of the complete model when every position skips the removed layers.
-
-    Args:
-        model: the model, changed in place with its config.
-        kept: indices of the layers that stay, ascending.
-
-    Raises:
-        ConfigError: as `keep_layers_in_config`, before anything is changed.
+    Its logits are then those of the complete model when every position skips the removed layers. Raises ConfigError as
+    `keep_layers_in_config`, before anything is changed.
     """
     layers = decoder_layers(model)
     keep_layers_in_config(model.config, kept)
@@ -73,12 +66,6 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
 
 def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedule]:
     """The layers that a schedule runs at all, and the schedule that runs the same ones in a model of only these.
-
-    Args:
-        schedule: a schedule of the complete model.
-
-    Returns:
-        The indices of the layers, ascending, and the schedule of the smaller model.
 
     Raises:
         ConfigError: where prompts run all layers, so that none can be removed; where the placement depends on the
@@ -130,15 +117,7 @@ def standalone_layers(schedule: SkipSchedule) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Exported:
-    """The sizes of a model before and after its export.
-
-    Attributes:
-        layers: number of layers of the exported model.
-        layers_before: number of layers of the complete model.
-        parameters: number of parameters of the exported model.
-        parameters_before: number of parameters of the complete model.
-        schedule: the exported checkpoint's schedule.
-    """
+    """The numbers of layers and parameters of a model after and before its export, and the exported schedule."""
 
     layers: int
     layers_before: int
@@ -199,8 +178,8 @@ def export(
     remembered = SkipConfig.of(model.config) or SkipConfig()
     if standalone and hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
-    partial = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder_replacement(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_default_speedup(partial, None if standalone else speedup)
@@ -209,9 +188,4 @@ def export(
             replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
             write_custom_generate(partial)
         write_checksums(partial)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(len(kept), depth, count_parameters(model.parameters()), before, smaller)

@@ -29,18 +29,10 @@ _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read one
 
 
 def find_gguf(name: str, gguf_file: str, where: Mapping[str, Any] | None = None) -> Path:
-    """Find a GGUF file in a folder, or download it from a repository of the Hub.
+    """The absolute path of a GGUF file in a folder, or downloaded from a repository of the Hub.
 
-    Args:
-        name: the folder or repository.
-        gguf_file: the file's name in it.
-        where: arguments of `from_pretrained` for a repository, such as `revision` and `cache_dir`.
-
-    Returns:
-        The absolute path of the file.
-
-    Raises:
-        ConfigError: where there is no such file, it isn't GGUF, or a package that reads it isn't installed.
+    For a repository, `where` has arguments of `from_pretrained` such as `revision`. Raises ConfigError where there is
+    no such file, it isn't GGUF, or a package that reads it isn't installed.
     """
     if not isinstance(gguf_file, str) or not gguf_file:
         raise ConfigError(f"gguf_file is {gguf_file!r}: name a file in {name!r}")
@@ -112,15 +104,8 @@ def read_config(path: Path) -> PretrainedConfig:
 def read_model(
     path: Path, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Read the model of a GGUF file with dequantised weights. It raises transformers' errors.
-
-    Args:
-        path: the file.
-        dtype: data type of the weights; default: float32.
-        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`.
-
-    Returns:
-        The model, and transformers' loading info (missing and unexpected keys, and so on).
+    """The model of a GGUF file with dequantised weights (default: float32), and transformers' loading info (missing and
+    unexpected keys, and so on). It raises transformers' errors.
     """
     # Without `dequantize`, transformers refuses to save the model, and keeps some families' weights quantised, which
     # can't be trained.

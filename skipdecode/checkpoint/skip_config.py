@@ -5,6 +5,7 @@ import json
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from skipdecode.checkpoint.offline import without_network
-from skipdecode.errors import ConfigError, check_counts, first_line, unknown
+from skipdecode.errors import ConfigError, check_counts, first_line, renamed, unknown
 from skipdecode.files import write_atomically
 from skipdecode.internals import FROM_MODEL_CONFIG
 from skipdecode.schedule.cost import MACHINES, Cost, CostModel
@@ -60,6 +61,8 @@ class SkipConfig:
     task: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
     lengths_by_prompt: LengthsByPrompt | None = None
+
+    texts = renamed("texts", "lengths_by_prompt")
 
     @property
     def exported(self) -> float | None:
@@ -129,6 +132,19 @@ class SkipConfig:
         if strict and not plan.reached:
             raise plan.refusal()
         return plan
+
+    def schedule_for(
+        self,
+        cost: CostModel | Cost,
+        speedup: float,
+        *,
+        over: Over | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+        profile: Profile | None = None,
+    ) -> SkipSchedule:
+        """The old name of `plan_for(...).schedule`, until the next release. Raises OutOfReachError."""
+        warnings.warn("SkipConfig.schedule_for is deprecated: use plan_for", DeprecationWarning, stacklevel=2)
+        return self._solve(cost, speedup, self.over if over is None else over, prompts, profile)
 
     def _solve(
         self,

@@ -146,7 +146,7 @@ def info(options: argparse.Namespace) -> int:
         schedule = cost.plan.schedule
         rows.append(
             [
-                show_planned(speedup, cost.plan.shortfall),
+                show_planned(speedup, cost.plan.fallback_speedup),
                 f"{schedule.max_layers} to {schedule.min_layers} of {depth}",
                 str(schedule.prompt_depth),
                 f"{cost.layers:.2f}",
@@ -211,7 +211,7 @@ def compare(options: argparse.Namespace) -> int:
     headers += ["prefill s", "decoding s"]
     rows = [
         [
-            show_planned(plan.target or 1.0, plan.shortfall),
+            show_planned(plan.target or 1.0, plan.fallback_speedup),
             *([str(pace.speedup), str(pace.end_to_end)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{100 * agreement:.1f} %",
@@ -250,7 +250,8 @@ def export(options: argparse.Namespace) -> int:
     print(
         f"{options.output}: {exported.layers} of {exported.layers_before} layers, {exported.parameters / 1e6:.2f} of "
         f"{exported.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved), for "
-        f"{show_planned(options.speedup, plan.shortfall)} only" + (", as a plain model" if options.standalone else "")
+        f"{show_planned(options.speedup, plan.fallback_speedup)} only"
+        + (", as a plain model" if options.standalone else "")
     )
     return 0
 

@@ -10,15 +10,6 @@ from skipdecode.cli import commands
 from skipdecode.cli.process import leave, run_command
 from skipdecode.errors import ConfigError
 
-_COMMANDS = {
-    "generate": "complete prompts, at any speedup",
-    "info": "show what a checkpoint was trained for, and the cost of each speedup",
-    "compare": "show the outputs and times of several speedups side by side",
-    "export": "write a smaller checkpoint for one speedup",
-    "serve": "run a server with OpenAI's API, where each request has its own speedup",
-    "order": "rank a model's layers by importance, for schedules that run the most important ones",
-    "calibrate": "time a model on this machine once, so that speedups are solved for measured times",
-}
 _MAX_COUNT = 1_000_000  # of sequences, tokens and rounds
 _GENERATE = """\
 Complete each prompt and write the completions to standard output, and the decoding speed to standard error.
@@ -79,17 +70,10 @@ def run_and_leave() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: of the command line; by default those of the process.
-
-    Returns:
-        The exit status, as `run_command` defines it.
-    """
+    """Run a command with these arguments (default: the process's). Returns the exit status, as `run_command` does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _parser().parse_args(words[:1]).command
-    options = _commands()[command].parse_intermixed_args(words[1:])  # prompts may stand before and after options
+    options = _command_parser(command).parse_intermixed_args(words[1:])  # prompts may stand before and after options
     return run_command(lambda: _run(options))
 
 
@@ -126,7 +110,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<10}{what}" for name, what in _COMMANDS.items())
+    lines = "\n".join(f"  {name:<10}{what}" for name, (what, _) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="skipdecode",
         description="Faster decoding with language models that skip layers (SkipDecode, arXiv 2307.02628).",
@@ -138,33 +122,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _commands() -> dict[str, argparse.ArgumentParser]:
-    parsers: dict[str, argparse.ArgumentParser] = {}
+def _command_parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"skipdecode {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=getattr(commands, name))
+    _COMMANDS[name][1](parser)
+    return parser
 
-    def command(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-        parsers[name] = argparse.ArgumentParser(
-            prog=f"skipdecode {name}",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parsers[name].set_defaults(run=getattr(commands, name))
-        return parsers[name]
 
-    generate = command(
-        "generate",
-        _GENERATE,
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = _GENERATE
+    parser.epilog = (
         "examples:\n"
         "  skipdecode generate outputs/quickstart --speedup 3 'vehicle: ferry | to: Saltfern\\n'\n"
         "  skipdecode generate me/my-model --speedup 3 --file prompts.txt --batch-size 8 > completions.txt\n"
         "  skipdecode generate me/my-model --speedup 4 --lossless --file prompts.txt\n"
-        "  skipdecode generate me/my-model --json < prompts.jsonl > completions.jsonl",
+        "  skipdecode generate me/my-model --json < prompts.jsonl > completions.jsonl"
     )
-    _add_checkpoint(generate)
-    _add_prompts(generate)
-    _add_number(generate, "--speedup", 1, "target wall-clock speedup", float, "X")
-    _add_target(generate)
-    add = generate.add_argument
+    _add_checkpoint(parser)
+    _add_prompts(parser)
+    _add_number(parser, "--speedup", 1, "target wall-clock speedup", float, "X")
+    _add_target(parser)
+    add = parser.add_argument
     add("--schedule", metavar="FILE", help="decode with the schedule of this JSON file, in place of --speedup")
     add(
         "--lossless",
@@ -178,115 +156,56 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         help="with --lossless: draft with the first layers of this order (see `skipdecode order`); the model needs no "
         "training for it",
     )
-    _add_number(generate, "--batch-size", 8, "prompts that decode together", metavar="B")
+    _add_number(parser, "--batch-size", 8, "prompts that decode together", metavar="B")
     add("--stream", action="store_true", help="write text as it is generated, one prompt at a time")
     add("--json", action="store_true", help="read and write JSON lines")
     add("--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy decoding)")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of total probability P")
     add("--seed", type=int, metavar="N", help="random seed of sampling (default 0)")
 
-    info = command("info", _INFO)
-    _add_checkpoint(info)
-    add = info.add_argument
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.description = _INFO
+    _add_checkpoint(parser)
+    add = parser.add_argument
     add("--speedup", type=float, nargs="+", metavar="X", help="target speedups (default: those of training)")
-    _add_number(info, "--batch-size", 1, "batch size", metavar="B")
-    _add_number(info, "--prompt-length", 64, "tokens of each prompt")
-    _add_number(info, "--new-tokens", 64, "new tokens of each prompt")
-    _add_target(info)
+    _add_number(parser, "--batch-size", 1, "batch size", metavar="B")
+    _add_number(parser, "--prompt-length", 64, "tokens of each prompt")
+    _add_number(parser, "--new-tokens", 64, "new tokens of each prompt")
+    _add_target(parser)
 
-    compare = command(
-        "compare",
-        _COMPARE,
-        "example: skipdecode compare outputs/quickstart 'vehicle: ferry | to: Saltfern\\n' --speedup 2 4",
-    )
-    _add_checkpoint(compare)
-    _add_prompts(compare)
-    add = compare.add_argument
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = _COMPARE
+    parser.epilog = "example: skipdecode compare outputs/quickstart 'vehicle: ferry | to: Saltfern\\n' --speedup 2 4"
+    _add_checkpoint(parser)
+    _add_prompts(parser)
+    add = parser.add_argument
     add("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="target speedups (default 3)")
-    _add_target(compare)
-    _add_number(compare, "--repeats", 5, "minimum number of timed rounds")
+    _add_target(parser)
+    _add_number(parser, "--repeats", 5, "minimum number of timed rounds")
 
-    export = command(
-        "export",
-        _EXPORT,
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = _EXPORT
+    parser.epilog = (
         "examples:\n"
         "  skipdecode export outputs/prompt-max small --speedup 3\n"
-        "  skipdecode export outputs/constant plain --speedup 3 --standalone",
+        "  skipdecode export outputs/constant plain --speedup 3 --standalone"
     )
-    _add_checkpoint(export, "solve the speedup for the profile of these weights; the weights are saved unchanged")
-    add = export.add_argument
+    _add_checkpoint(parser, "solve the speedup for the profile of these weights; the weights are saved unchanged")
+    add = parser.add_argument
     add("output", metavar="FOLDER", help="folder to create")
     add("--speedup", type=float, required=True, metavar="X", help="target speedup")
-    _add_target(export, over=False)
+    _add_target(parser, over=False)
     add("--standalone", action="store_true", help="write a plain model with fewer layers, for any engine")
 
-    serve = command("serve", _SERVE, "example: skipdecode serve outputs/quickstart --speedup 3 --port 8000")
-    _add_checkpoint(serve, trusts=False)
-    serve.set_defaults(trust_remote_code=False)
-    _add_serving(serve)
 
-    order = command(
-        "order",
-        _ORDER,
-        "examples:\n"
-        "  skipdecode order HuggingFaceTB/SmolLM2-135M-Instruct --task e2e --data-dir E2E --output order.json\n"
-        "  skipdecode order me/my-model --file rows.jsonl --output order.json",
-    )
-    _add_checkpoint(order, weights=None)
-    add = order.add_argument
-    add("--output", required=True, metavar="FILE", help="JSON file to create")
-    add("--task", metavar="NAME", help="use rows of this task's training split")
-    add("--data-dir", metavar="DIR", help="folder with the task's files (default: download them)")
-    add("--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task")
-    add("--max-prompt-tokens", type=int, metavar="N", help="truncate longer articles and posts (default: by task)")
-    add("--file", metavar="FILE", help="use the rows of this file, in place of a task")
-    _add_number(order, "--rows", 64, "number of rows to draw, fewer if they are long")
-    _add_number(order, "--seed", 0, "random seed of the draw")
-    _add_number(order, "--shortlist", 5, "candidate layers to try for each removal")
-
-    calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")
-    _add_checkpoint(calibrate)
-    add = calibrate.add_argument
-    sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
-    add("--batch-size", default=[1, 8, 32], help="batch sizes to time (default 1 8 32)", **sizes)
-    add(
-        "--prompt-length",
-        help="prompt lengths to time (default: of training: half a prompt, a prompt, and a prompt with its completion)",
-        **sizes,
-    )
-    add(
-        "--output",
-        metavar="FILE",
-        help="write the profile to this file and not to the cache, for a training on another machine "
-        "(schedule.profile=FILE)",
-    )
-    _add_number(calibrate, "--repeats", 8, "timed rounds")
-    return parsers
-
-
-def _add_number(
-    parser: argparse.ArgumentParser, name: str, default: float, meaning: str, kind: type = int, metavar: str = "N"
-) -> None:
-    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning} (default {default})")
-
-
-def _add_checkpoint(
-    parser: argparse.ArgumentParser, weights: str | None = "form of the weights to compute with", *, trusts: bool = True
-) -> None:
-    add = parser.add_argument
-    add("checkpoint", help="folder, or repository of the Hugging Face Hub")
-    add("--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in the folder")
-    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cuda if available)")
-    types = ["float32", "bfloat16", "float16"]
-    add("--dtype", choices=types, help="data type (default: as stored; float32 from GGUF)")
-    if weights is not None:
-        forms = ["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
-        add("--weights", choices=forms, help=weights)
-    if trusts:
-        add("--trust-remote-code", action="store_true", help="run Python code from the checkpoint")
-
-
-def _add_serving(parser: argparse.ArgumentParser) -> None:
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = _SERVE
+    parser.epilog = "example: skipdecode serve outputs/quickstart --speedup 3 --port 8000"
+    _add_checkpoint(parser, trusts=False)
+    parser.set_defaults(trust_remote_code=False)
     add = parser.add_argument
     _add_number(parser, "--speedup", 1, "default target speedup of requests", float, "X")
     _add_target(parser)
@@ -313,6 +232,69 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--drain", 30, "time to finish requests at shutdown", float, "S")
 
 
+def _add_order(parser: argparse.ArgumentParser) -> None:
+    parser.description = _ORDER
+    parser.epilog = (
+        "examples:\n"
+        "  skipdecode order HuggingFaceTB/SmolLM2-135M-Instruct --task e2e --data-dir E2E --output order.json\n"
+        "  skipdecode order me/my-model --file rows.jsonl --output order.json"
+    )
+    _add_checkpoint(parser, weights=None)
+    add = parser.add_argument
+    add("--output", required=True, metavar="FILE", help="JSON file to create")
+    add("--task", metavar="NAME", help="use rows of this task's training split")
+    add("--data-dir", metavar="DIR", help="folder with the task's files (default: download them)")
+    add("--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task")
+    add("--max-prompt-tokens", type=int, metavar="N", help="truncate longer articles and posts (default: by task)")
+    add("--file", metavar="FILE", help="use the rows of this file, in place of a task")
+    _add_number(parser, "--rows", 64, "number of rows to draw, fewer if they are long")
+    _add_number(parser, "--seed", 0, "random seed of the draw")
+    _add_number(parser, "--shortlist", 5, "candidate layers to try for each removal")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = _CALIBRATE
+    parser.epilog = "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32"
+    _add_checkpoint(parser)
+    add = parser.add_argument
+    sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
+    add("--batch-size", default=[1, 8, 32], help="batch sizes to time (default 1 8 32)", **sizes)
+    add(
+        "--prompt-length",
+        help="prompt lengths to time (default: of training: half a prompt, a prompt, and a prompt with its completion)",
+        **sizes,
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        help="write the profile to this file and not to the cache, for a training on another machine "
+        "(schedule.profile=FILE)",
+    )
+    _add_number(parser, "--repeats", 8, "timed rounds")
+
+
+def _add_number(
+    parser: argparse.ArgumentParser, name: str, default: float, meaning: str, kind: type = int, metavar: str = "N"
+) -> None:
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning} (default {default})")
+
+
+def _add_checkpoint(
+    parser: argparse.ArgumentParser, weights: str | None = "form of the weights to compute with", *, trusts: bool = True
+) -> None:
+    add = parser.add_argument
+    add("checkpoint", help="folder, or repository of the Hugging Face Hub")
+    add("--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in the folder")
+    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    types = ["float32", "bfloat16", "float16"]
+    add("--dtype", choices=types, help="data type (default: as stored; float32 from GGUF)")
+    if weights is not None:
+        forms = ["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
+        add("--weights", choices=forms, help=weights)
+    if trusts:
+        add("--trust-remote-code", action="store_true", help="run Python code from the checkpoint")
+
+
 def _add_target(parser: argparse.ArgumentParser, *, over: bool = True) -> None:
     """Add the options that say what a target speedup refers to, and what happens if it can't be reached."""
     if over:
@@ -332,3 +314,14 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts (default: the lines of standard input)")
     parser.add_argument("--file", metavar="FILE", help="read a prompt from each line; - is standard input")
     _add_number(parser, "--max-new-tokens", 64, "maximum number of new tokens of each prompt")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "generate": ("complete prompts, at any speedup", _add_generate),
+    "info": ("show what a checkpoint was trained for, and the cost of each speedup", _add_info),
+    "compare": ("show the outputs and times of several speedups side by side", _add_compare),
+    "export": ("write a smaller checkpoint for one speedup", _add_export),
+    "serve": ("run a server with OpenAI's API, where each request has its own speedup", _add_serve),
+    "order": ("rank a model's layers by importance, for schedules that run the most important ones", _add_order),
+    "calibrate": ("time a model on this machine once, so that speedups are solved for measured times", _add_calibrate),
+}

@@ -372,9 +372,7 @@ class Engine:
     def _postprocess(self, sequences: Sequence[RunningSequence], logits: torch.Tensor) -> None:
         """Advance sequences, and free the memory that they don't need any more.
 
-        Args:
-            sequences: the sequence of each token that was run; those of one sequence are adjacent.
-            logits: of each token, [tokens, vocabulary].
+        `sequences` has the sequence of each row of the logits [tokens, vocabulary]; those of one sequence are adjacent.
         """
         logits = logits.float()
         greedy = logits.argmax(dim=-1).tolist()

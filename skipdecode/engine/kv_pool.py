@@ -29,13 +29,6 @@ class Span(NamedTuple):
 class KVPool:
     """KV slots that sequences allocate and free. A slot holds the key and the value of one token in one layer.
 
-    Args:
-        slots: number of slots.
-        kv_heads: key/value heads of every layer.
-        head_dim: dimensions of a head.
-        dtype: of the model.
-        device: of the model.
-
     Attributes:
         keys, values: [kv_heads, slots, head_dim].
         slots: number of slots.
@@ -63,8 +56,6 @@ class KVPool:
         """The pool of an engine.
 
         Args:
-            decoder: the model's fast path.
-            device: of the model.
             max_tokens: tokens of all sequences that may be held at once, at full depth.
             cache_bytes: size of the pool; by default enough for `max_tokens`, but at most a quarter of the free memory.
 
@@ -115,12 +106,8 @@ class KVPool:
         self.free_slots += span.slots
 
     def prefill_cache(self, schedule: SkipSchedule, steps: int, spans: Sequence[Span | None]) -> PlannedCache:
-        """A cache through which the prefill of one sequence writes into its spans.
-
-        Args:
-            schedule: of the sequence.
-            steps: maximum number of decode steps of the sequence.
-            spans: one for each layer; None for a layer that no generated token runs.
+        """A cache through which the prefill of one sequence writes into its spans, one for each layer; None for a layer
+        that no generated token runs.
         """
         cache = PlannedCache(schedule, steps)
         cache_layers: list[Any] = cache.layers
@@ -137,11 +124,7 @@ class KVPool:
 
 
 class PoolLayer:
-    """The pool in the form in which the kernels take the cache of a layer: each row of it is one KV slot.
-
-    Attributes:
-        buffers: keys and values, both [slots, kv_heads, 1, head_dim].
-    """
+    """The pool in the form in which the kernels take the cache of a layer: each row of it is one KV slot."""
 
     is_initialized = True
     generated = 1

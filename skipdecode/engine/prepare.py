@@ -39,14 +39,7 @@ _NOT_SETTINGS = (
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What `generate` passes to a decoding loop for one prompt.
-
-    Attributes:
-        input_ids: token ids of the prompt, [1, prompt length].
-        processor: logits processors.
-        criteria: stopping criteria.
-        config: generation config.
-    """
+    """What `generate` passes to a decoding loop for one prompt, whose token ids are [1, prompt length]."""
 
     input_ids: torch.Tensor
     processor: LogitsProcessorList
@@ -64,11 +57,7 @@ class Preparer:
 
     If all settings are plain values, and lead to stateless processors and criteria only, the result depends on nothing
     of the prompt but its length. Such results are kept and used again: servers get the same settings again and again,
-    and `generate` takes longer to prepare a request than a small model takes to decode it.
-
-    Args:
-        model: must not change while the preparer is used.
-        tokenizer: for `stop_strings`.
+    and `generate` takes longer to prepare a request than a small model takes to decode it. The model must not change.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -82,15 +71,7 @@ class Preparer:
         return int(self._model.get_input_embeddings().num_embeddings)
 
     def __call__(self, prompt: Sequence[int], settings: dict[str, Any]) -> PreparedRequest:
-        """Prepare a prompt.
-
-        Args:
-            prompt: token ids.
-            settings: of `generate`.
-
-        Raises:
-            ConfigError: for prompts and settings that an engine can't decode.
-        """
+        """Prepare a prompt with `generate`'s settings. Raises ConfigError for what an engine can't decode."""
         if len(prompt) == 0:
             raise ConfigError("the prompt is empty: it must have at least one token")
         vocabulary = self.vocabulary

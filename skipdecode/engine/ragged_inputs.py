@@ -19,13 +19,8 @@ from skipdecode.fastpath.step_inputs import StepInputs, attention_mask
 def nested_groups(layer_sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Group tokens by the sets of layers that they run, so that within each group the sets are nested.
 
-    Schedules with the same placement and the same number of warm-up layers form one group.
-
-    Args:
-        layer_sets: the layers that each token runs, ascending.
-
-    Returns:
-        The indices of each group's tokens, those of the largest set first.
+    Schedules with the same placement and the same number of warm-up layers form one group. Returns the indices of each
+    group's tokens, those of the largest set first.
 
     >>> nested_groups([(0, 3), (0, 2, 3), (0, 1), (0, 3), (0,)])
     [[1, 0, 3, 4], [2]]
@@ -128,8 +123,7 @@ class RaggedInputs(StepInputs):
         sequences: a number for the sequence of each token.
         layers: those that run, ascending.
         counts: for each of them, how many of the tokens run it.
-        position_ids: of each token, as in StepInputs.
-        rotary: of each token, as in StepInputs.
+        position_ids, rotary: of each token, as in StepInputs.
         bias: as in StepInputs, of one sequence from its first slot on, beyond the last of `slots`.
     """
 
@@ -178,12 +172,7 @@ class RaggedInputs(StepInputs):
 
 
 class PositionTables:
-    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence.
-
-    Args:
-        decoder: the model's fast path.
-        device: of the model.
-    """
+    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence."""
 
     def __init__(self, decoder: FastDecoder, device: torch.device) -> None:
         self._decoder = decoder

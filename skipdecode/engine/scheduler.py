@@ -17,7 +17,6 @@ class RunningSequence:
     """A sequence that was admitted, and the memory that it holds.
 
     Attributes:
-        sequence: the sequence.
         spans: KV slots in each layer; None in a layer that no new token runs.
         row: its row in the engine's table of spans.
         held: the spans that aren't freed yet, with the step from which on they are unused; the next one to free last.
@@ -37,9 +36,7 @@ class Scheduler:
     """The waiting and the running sequences of an engine. Only the engine's thread calls it, except for `waiting`.
 
     Args:
-        pool: KV slots of all sequences.
         lock: held while `waiting` changes, as other threads append to it.
-        max_running: maximum number of running sequences.
         wave_rows, wave_seconds, wave_tokens: as in `Engine`.
 
     Attributes:

@@ -86,6 +86,7 @@ class Answer:
     Attributes:
         prompt_tokens, schedule, plan: as given.
         times: when the request was submitted, admitted, and got its tokens.
+        cancelled: whether `cancel` was called, even after the end.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Answer:
         self._tokens: list[int] = []
         self._last: GeneratedToken | None = None
         self._ended = threading.Event()
-        self._cancelled = False
+        self.cancelled = False
         self._kept: list[GeneratedToken] = []
         self._changed = threading.Condition()
         self._listener = listener
@@ -129,12 +130,7 @@ class Answer:
 
     def cancel(self) -> None:
         """Have the sequence end; its memory is free before the next step."""
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called, even after the end."""
-        return self._cancelled
+        self.cancelled = True
 
     def result(self, timeout: float | None = None) -> CompletedRequest:
         """Wait for the end of the sequence.
@@ -199,8 +195,6 @@ class EngineSequence:
     """The prompt and the new tokens of one request.
 
     Args:
-        prepared: the prompt and its settings.
-        answer: receives the tokens.
         seed: of the sequence's own random generator; None to sample from torch's global one.
         logprobs: how many of the likeliest tokens to report with each token; None for no probabilities at all.
         draft_schedule: drafts tokens, which the schedule of the answer verifies; None to draft nothing.
@@ -257,11 +251,7 @@ class EngineSequence:
         return [prompt_length + cutoff if cutoff else 0 for cutoff in self.cutoffs]
 
     def next_inputs(self, *, drafting: bool) -> list[TokenInput]:
-        """The inputs of the next step: the last token, the last draft, or all drafts to be verified.
-
-        Args:
-            drafting: whether a sequence that has a draft schedule may draft in this step.
-        """
+        """The inputs of the next step: the last token, the last draft if `drafting`, or all drafts to be verified."""
         if self._draft_schedule is None:
             return [TokenInput(self._last_token, self.length - 1, self._layers(self.schedule, self.step))]
         drafts = self._drafts
@@ -285,14 +275,11 @@ class EngineSequence:
         return layers
 
     def advance(self, greedy: list[int], logits: torch.Tensor) -> bool:
-        """Add the tokens that a step has generated, or a draft.
+        """Add the tokens that a step has generated, or a draft. Returns whether the sequence has ended.
 
         Args:
             greedy: the likeliest token after each of the inputs that `next_inputs` returned.
             logits: of the same, [inputs, vocabulary] in float32.
-
-        Returns:
-            Whether the sequence has ended.
         """
         if self._draft_schedule is not None and not self._verifying:
             self._drafts.append(greedy[0])

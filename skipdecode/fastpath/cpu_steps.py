@@ -55,17 +55,13 @@ class NativeSteps:
     """The prefill and the decode steps of a `FastDecoder` by the compiled kernels.
 
     Args:
-        compiled: the kernels.
         layers: the model's layers; None for those that can't run.
-        final_norm: of the model, or None.
         head: the LM head; None where something stands between the final norm and it.
         tables: the embeddings of tokens and of positions, where the first layer's input is their sum.
-        weights: the kind of weights.
 
     Attributes:
         embeds: whether calls take token ids; else they take hidden states.
         ends_in_logits: whether calls return logits; else they return hidden states.
-        head: the LM head.
         max_tokens: the number of tokens up to which the kernels are faster than torch's operators.
     """
 
@@ -106,17 +102,9 @@ class NativeSteps:
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run tokens through `layers`.
+        """Run tokens through `layers`: ids [tokens] where there are `tables`, else hidden states [tokens, hidden].
 
-        Args:
-            entered: token ids [tokens] where there are `tables`, else hidden states [tokens, hidden].
-            layers: the numbers of those that run, ascending.
-            cache: that holds all earlier tokens.
-            inputs: of the tokens.
-            of_prompt: what `prefill` passes on to `_step`.
-
-        Returns:
-            The last layer's output in float32 and None where there is no LM head, else None and logits.
+        Returns the last layer's output in float32 and None where there is no LM head, else None and logits.
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
         _checked(-self._kernels.step(self._kernels.number, step))
@@ -209,14 +197,7 @@ class NativeSteps:
         cache: PlannedCache,
         prepared: PreparedInputs,
     ) -> ChosenTokens:
-        """Decode several tokens of each sequence greedily.
-
-        Args:
-            sequences: whose earlier tokens the cache holds.
-            layers: those that run in each step, a subset of the step's before.
-            cache: of the sequences.
-            prepared: the inputs of all steps.
-        """
+        """Decode several tokens of each sequence greedily, with `layers` of each step a subset of the step's before."""
         for n, running in enumerate(layers, start=1):
             if n == len(layers) or running is not layers[n]:
                 _check_room(cache, running, prepared.prompt_columns + sequences.reach(n))
@@ -242,12 +223,7 @@ class NativeSteps:
         """Decode greedily by rounds of drafts from some layers, which all layers verify.
 
         Args:
-            sequences: whose earlier tokens the cache holds.
             layers: those that run for each draft of a round.
-            all_layers: of the model.
-            cache: of the sequences.
-            prepared: the inputs of all steps.
-            rule: when drafting stops within a round.
             rounds: the maximum number of rounds.
             drafter: runs the drafts, for the same model.
         """

@@ -74,14 +74,7 @@ class StaticInputs(StepInputs):
 
     @classmethod
     def like(cls, prepared: PreparedInputs, slots: int, decoder: FastDecoder, logits: torch.Tensor) -> "StaticInputs":
-        """Buffers for generations of one shape.
-
-        Args:
-            prepared: the inputs of the steps of one of them.
-            slots: of the cache.
-            decoder: of the model.
-            logits: the last ones of the prompt [batch, vocabulary].
-        """
+        """Buffers for generations of one shape, by the inputs of one and its prompt's logits [batch, vocabulary]."""
         bias, rotary, device = prepared.bias, prepared.rotary, logits.device
         if rotary is not None:  # sequences of another generation may have different positions
             rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
@@ -132,11 +125,8 @@ class StaticInputs(StepInputs):
         return self.gpu_layers if rows <= MAX_ROWS else None
 
     def look_up(self, dtype: torch.dtype, *, masked: bool) -> None:
-        """Read what the current step needs from the tables, by operations that are the same for every step.
-
-        Args:
-            dtype: of attention scores.
-            masked: whether slots that aren't written yet have to be masked.
+        """Read what the current step needs from the tables, by operations that are the same for every step, for
+        attention scores of this dtype; slots that aren't written yet are hidden if `masked`.
         """
         tables = self.tables
         if tables.position_ids is not None:
@@ -168,12 +158,10 @@ class StepGraphs:
 
     Args:
         decoder: of a model without sliding windows.
-        schedule: of the generations.
         steps: the maximum number of decode steps.
         prompt_columns: the maximum padded length of prompts, in tokens.
 
     Attributes:
-        cache: of the generations.
         key: the shape, which a later call must have to use these graphs again; None where none may.
         decoder: of the model; None while the decoder keeps these graphs, so that there is no reference cycle.
         free: an event that a GPU reaches when the last call that used these graphs has ended there.
@@ -197,12 +185,7 @@ class StepGraphs:
         self._stream: Any = None  # that graphs are captured on
 
     def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
-        """Start a generation whose prompt is in the cache.
-
-        Args:
-            prepared: the inputs of its steps.
-            logits: the last ones of the prompt [batch, vocabulary].
-        """
+        """Start a generation whose prompt is in the cache and gave these last logits [batch, vocabulary]."""
         if self._buffers is None:
             batch, device = len(logits), logits.device
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
@@ -239,21 +222,15 @@ class StepGraphs:
         ends: Collection[int],
         padding: Any,
     ) -> torch.Tensor:
-        """Decode several steps greedily, from generated token i on.
+        """Decode several steps greedily, from generated token i on. Returns token ids [rows, new tokens].
 
         A GPU starts the next steps before the host sees the tokens of earlier ones, so that it never waits. Decoding
         stops early where every sequence has ended, or so many that the batch should shrink.
 
         Args:
-            i: the number of the first step.
-            tokens: its tokens [rows].
+            tokens: those of the first step [rows].
             layers: those that run in each step, of MAX_AHEAD steps at most.
-            room: as in `skipdecode.generate.decode_loop.Runner.choose`.
-            ends: likewise.
-            padding: likewise.
-
-        Returns:
-            Token ids [rows, new tokens].
+            room, ends, padding: as in `skipdecode.generate.decode_loop.Runner.choose`.
         """
         rows = len(tokens)
         ahead = steps_in_flight(tokens.device)
@@ -296,12 +273,7 @@ class StepGraphs:
         return result
 
     def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
-        """Keep only `rows`, in their order, until the next `start`; they move to the first rows of the buffers.
-
-        Args:
-            rows: of those that run.
-            prepared: the inputs of their steps.
-        """
+        """Keep only `rows`, in their order, until the next `start`; they move to the first rows of the buffers."""
         count = len(rows)
         self.cache.keep_rows(rows)
         self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
@@ -400,9 +372,6 @@ def step_graphs(
     Only this call uses them until `keep_step_graphs`, so that two threads never write into the same buffers.
 
     Args:
-        decoder: as in StepGraphs.
-        schedule: as in StepGraphs.
-        steps: as in StepGraphs.
         shape: the number of rows, the padded prompt length, and whether no row is padded.
         keep: whether a later call may use them; it may not where the caller gets the cache.
     """
@@ -422,7 +391,7 @@ def step_graphs(
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.decoder = decoder
-    found.cache.reset()
+    found.cache.reset()  # type: ignore[no-untyped-call]
     if found.free is not None:  # another thread's steps may still run, on a stream of its own
         torch.cuda.current_stream(found.device).wait_event(found.free)
     return found

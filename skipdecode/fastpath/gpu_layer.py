@@ -28,7 +28,6 @@ class GpuLayer:
 
     Args:
         layer: one that the kernels support.
-        kernels: `skipdecode.kernels.gpu`.
         arrived: the kernels' `arrivals`, which all layers of a model share.
         slot: the KV slot of the tokens [1], a value in GPU memory that the caller sets before each step.
     """
@@ -88,14 +87,7 @@ class GpuLayer:
 def gpu_layers(
     layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device, slot: torch.Tensor
 ) -> list[GpuLayer] | None:
-    """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported.
-
-    Args:
-        layers: of the model.
-        dtype: of its weights.
-        device: that holds them.
-        slot: as in GpuLayer.
-    """
+    """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported."""
     kernels = _kernels_on(device) if device.type == "cuda" and dtype in _TYPES else None
     if kernels is None or not all(_supported(layer, dtype) for layer in layers):
         return None

@@ -140,11 +140,6 @@ class PlannedCache(Cache):
         for layer in layers:
             layer.length = min(layer.length, length)
 
-    def reset(self) -> None:
-        """Forget all tokens; the buffers stay."""
-        for layer in self.layers:
-            layer.reset()
-
     @property
     def nbytes(self) -> int:
         """The size of all layers' buffers in bytes; the prefill allocates them, and they don't grow afterwards."""
@@ -159,10 +154,6 @@ def sized_by(cache: Any, layers: Sequence[int]) -> Iterator[None]:
     (`transformers.masking_utils`). A schedule may skip that layer, whose cache then holds fewer tokens than those of
     the layers that run. In the context the cache answers for a skipped layer with one of the same kind that runs. A
     PlannedCache needs nothing of this: it has one kind of layers, the first of which always runs.
-
-    Args:
-        cache: a Cache of transformers, or None.
-        layers: the numbers of those that run, ascending.
     """
     kinds = [getattr(layer, "is_sliding", False) for layer in cache.layers] if cache is not None else []
     if len(set(kinds)) < 2:

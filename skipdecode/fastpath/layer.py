@@ -21,14 +21,7 @@ ROWS_TOGETHER = 512
 
 
 class FastLayer:
-    """One decoder layer.
-
-    Args:
-        layer: the model's own module.
-        parts: the names of the parts of the module.
-        config: of the model.
-        make_linear: makes a projection of a module, with its own weights or a copy of them.
-    """
+    """One decoder layer of the model; `make_linear` makes each projection, with its own weights or a copy of them."""
 
     def __init__(self, layer: nn.Module, parts: BlockParts, config: Any, make_linear: Callable[..., Linear]) -> None:
         attention: Any = layer.get_submodule(parts.attention)
@@ -70,9 +63,6 @@ class FastLayer:
         """Run the layer on `hidden` [rows, hidden] and write the keys and values of all rows into the cache.
 
         Args:
-            hidden: the states of the rows [rows, hidden].
-            cached: the layer's keys and values.
-            inputs: of the rows.
             last: the numbers of the rows whose output is wanted, of which alone `inputs` takes queries; None for all.
 
         Returns:
@@ -132,10 +122,7 @@ class FastLayer:
     def finish(self, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The output projection, the feed-forward network and what the family adds and normalises around them.
 
-        Args:
-            hidden: the layer's input [rows, hidden].
-            normed: what its attention read [rows, hidden].
-            attended: what its attention returned [rows, heads * head_dim].
+        They get the layer's input and what its attention read [rows, hidden] and returned [rows, heads * head_dim].
         """
         attended = self.out(attended)
         if not self.norm_first:
@@ -164,17 +151,7 @@ def by_rows(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch
 
 
 class Norm:
-    """A LayerNorm or RMSNorm as one operation.
-
-    Args:
-        module: the model's own norm.
-
-    Attributes:
-        weight: [hidden], or None.
-        bias: [hidden], or None.
-        eps: added to the variance or the mean square.
-        centred: whether the mean is subtracted first, as a LayerNorm does and an RMSNorm doesn't.
-    """
+    """A LayerNorm or RMSNorm as one operation; a LayerNorm is `centred`: it subtracts the mean first."""
 
     def __init__(self, module: Any) -> None:
         self.centred = isinstance(module, nn.LayerNorm)
@@ -229,12 +206,8 @@ def _attend_on_cpu(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` for few queries: torch's CPU kernels are made for many.
 
-    Args:
-        query: [batch, heads, queries, head_dim]
-        keys: [batch, heads, slots, head_dim]
-        values: as keys.
-        attn_mask: added to scores, broadcast against [batch, heads, queries, slots].
-        scale: of the scores.
+    Query [batch, heads, queries, head_dim], keys and values [batch, heads, slots, head_dim]; the mask is added to
+    scores, broadcast against [batch, heads, queries, slots].
     """
     batch, heads, queries, head_dim = query.shape
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, slots, head_dim], not copied
@@ -250,7 +223,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
     """Rotary position embedding (Su et al. 2021) of heads [rows, heads, head_dim].
 
     Args:
-        heads: queries or keys.
         cos: [rows or 1, 1, rotated dimensions]; dimensions beyond these stay as they are.
         signed_sin: sines of the same shape, negative in their first half, which takes the place of a negation.
     """

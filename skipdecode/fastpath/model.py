@@ -149,17 +149,11 @@ class FastDecoder:
         inputs: StepInputs,
         gpu_layers: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """Run a decode step.
+        """Run a decode step of tokens [batch]. Returns logits [batch, vocabulary].
 
         Args:
-            tokens: [batch].
             layers: the numbers of those that run, ascending.
-            cache: that holds all earlier tokens.
-            inputs: of the step.
             gpu_layers: what runs in place of the decoder's own layers, as kernels for a GPU.
-
-        Returns:
-            Logits [batch, vocabulary].
         """
         native = self._native
         if native is not None and len(tokens) <= native.max_tokens and not inputs.in_buffers:
@@ -204,18 +198,15 @@ class FastDecoder:
         """Run a prompt through `layers` and fill the cache.
 
         The last layer computes keys and values of all tokens, but an output of the last token of each sequence only.
+        Returns logits of the last tokens [batch, vocabulary].
 
         Args:
             prompt: tokens [batch, length], or their embeddings [batch, length, hidden].
             layers: the numbers of those that run, ascending.
             cache: an empty one.
-            attention_mask: as for `step_inputs`.
-            position_ids: as for `step_inputs`.
+            attention_mask, position_ids: as for `step_inputs`.
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
-
-        Returns:
-            Logits of the last tokens [batch, vocabulary].
         """
         before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
         stop = before_last if stop is None else min(stop, before_last)

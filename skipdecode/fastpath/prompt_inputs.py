@@ -16,12 +16,10 @@ class PromptInputs(StepInputs):
     """The inputs of the tokens of a prompt, one sequence's after another's.
 
     Args:
-        batch: the number of sequences.
         width: the padded length of the prompt, in tokens.
         shown: the place of each token in the padded prompt, flat [batch * width]; None where there is no padding.
         last: the last token of each sequence [batch], as a row.
-        position_ids: of each token, as in StepInputs.
-        rotary: of each token, as in StepInputs.
+        position_ids, rotary: of each token, as in StepInputs.
         bias: as in StepInputs, of the last position over the prompt's slots.
     """
 

@@ -16,9 +16,7 @@ def rows_to_keep(unfinished: Sequence[int], *, powers_of_two: bool = False) -> l
     >>> rows_to_keep([1, 0, 1, 0, 0, 0, 0, 1], powers_of_two=True)
     [0, 7, 2, 3]
 
-    Args:
-        unfinished: for each row that runs, whether its sequence continues.
-        powers_of_two: whether their number must be a power of two; rows that have ended make up the difference.
+    With `powers_of_two` their number is a power of two; rows that have ended make up the difference.
     """
     count = sum(map(bool, unfinished))
     if powers_of_two:

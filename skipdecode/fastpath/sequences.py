@@ -54,12 +54,7 @@ class RunningSequences(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """New tokens of sequences.
-
-    Attributes:
-        tokens: [sequences, steps].
-        counts: the number of new tokens of each sequence; values of `tokens` beyond it mean nothing.
-    """
+    """New tokens [sequences, steps], and their number for each sequence; values beyond it mean nothing."""
 
     tokens: torch.Tensor
     counts: list[int]

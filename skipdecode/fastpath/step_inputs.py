@@ -6,6 +6,7 @@ batch write generated token i to the same slot, whatever the lengths of their pr
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class StepInputs:
         return None
 
 
+@dataclass(eq=False)
 class PreparedInputs:
     """The inputs of all decode steps after a prompt: a function from a step's number to its StepInputs.
 
@@ -107,17 +109,10 @@ class PreparedInputs:
         bias: as in StepInputs, of all slots.
     """
 
-    def __init__(
-        self,
-        prompt_columns: int,
-        position_ids: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.prompt_columns = prompt_columns
-        self.position_ids = position_ids
-        self.rotary = rotary
-        self.bias = bias
+    prompt_columns: int
+    position_ids: torch.Tensor | None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    bias: torch.Tensor | None
 
     def __call__(self, i: int) -> StepInputs:
         position_ids = self.position_ids[i] if self.position_ids is not None else None
@@ -137,15 +132,9 @@ class PreparedInputs:
     def of_sequences(
         self, rows: Sequence[int], starts: Sequence[int], steps: int
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The inputs of several steps of sequences that may start at different steps.
+        """The inputs of several steps of sequences, given by their rows in the batch and their first steps.
 
-        Args:
-            rows: the row of each sequence in the batch.
-            starts: the number of its first step.
-            steps: how many steps follow from there.
-
-        Returns:
-            Position ids [steps, sequences] and rotary [steps, sequences or 1, 1, rotated dimensions].
+        Returns position ids [steps, sequences] and rotary [steps, sequences or 1, 1, rotated dimensions].
         """
         together = len(set(starts)) == 1
 
@@ -182,7 +171,6 @@ def attention_mask(
         distance: the slot of each query minus that of each key [..., queries, keys]; a query attends to those from 0.
         window: a sliding window's size in slots, the query's own included; None for all earlier slots.
         bias: of padding and ALiBi, broadcast against `distance`; None for 0.
-        dtype: of the scores.
     """
     seen = distance >= 0
     if window is not None:

@@ -45,14 +45,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Inspection:
     """The state of a model when it was inspected: its modules, their settings and the addresses of its weights.
 
-    It doesn't hold the model itself.
-
-    Attributes:
-        modules: of the model.
-        parameters: of the modules and of the model itself.
-        settings: the attributes that decoders read once.
-        addresses: of the parameters.
-        reason: why the fast path doesn't support the modules; None where it does.
+    It doesn't hold the model itself. `reason` says why the fast path doesn't support the modules; None where it does.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

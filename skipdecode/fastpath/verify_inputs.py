@@ -17,10 +17,8 @@ class VerifyInputs(StepInputs):
     """The inputs of generated tokens, one sequence's after another's.
 
     Args:
-        prepared: the inputs of all steps.
         starts: the number of each sequence's first token among its generated ones, 0-based.
         counts: how many tokens of each sequence run; 0 for one that waits.
-        device: of the model.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ def accepted_tokens(drafts: Sequence[int], chosen: Iterable[int]) -> Iterator[in
     were not sampled. The next token is chosen only after the one before has been taken.
 
     Args:
-        drafts: tokens drafted.
         chosen: full depth's token at the position of each draft, and the one after the last draft.
     """
     for n, token in enumerate(chosen):
@@ -25,7 +24,6 @@ def accept_greedy(drafts: Sequence[Sequence[int]], scores: torch.Tensor) -> list
     """The new tokens of each sequence if full depth chooses the likeliest tokens.
 
     Args:
-        drafts: of each sequence, any number of tokens.
         scores: of full depth, [tokens, vocabulary]: for each sequence, those of its drafts and of the next token.
     """
     chosen = scores.argmax(dim=-1).tolist()
@@ -48,7 +46,6 @@ def accept_sampled(
     from max(0, p - q), normalised; if all are accepted, one more token is sampled from p.
 
     Args:
-        drafts: of each sequence, any number of tokens.
         proposed: for each draft, the probabilities q that it was sampled from, [vocabulary].
         scores: as in `accept_greedy`; their softmax is p.
     """

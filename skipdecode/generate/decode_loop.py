@@ -27,8 +27,6 @@ class Runner(Protocol):
         """Run generated token i and choose the next token greedily, and possibly several more.
 
         Args:
-            i: index of the generated token.
-            input_ids: token ids, [sequences, length].
             room: how many tokens each sequence may still grow by; 0 if it has ended.
             ends: tokens that end a sequence.
             padding: the token that follows a sequence's end.
@@ -38,11 +36,10 @@ class Runner(Protocol):
         """
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
-        """Stop running sequences that have ended, if that is allowed and saves time.
+        """Stop running sequences that have ended, if they `may_leave` and that saves time.
 
         Args:
             unfinished: for each sequence of the last step, whether it continues. Nobody reads the logits of the others.
-            may_leave: whether ended sequences may be dropped.
 
         Returns:
             The sequences that the next steps run, as indices among those of the last step; None if all stay.
@@ -58,10 +55,8 @@ def decode_loop(runner: Runner, request: DecodeRequest) -> torch.Tensor | Genera
 
     Sequences that have ended may leave the runner's steps. Processors, criteria and the streamer see the whole batch
     nevertheless, and sampling draws as many random numbers as without that: the tokens after a sequence's end are
-    padding, whatever their logits are.
-
-    Returns:
-        Token ids [batch, prompt length + new tokens], or a GenerateDecoderOnlyOutput if it was requested.
+    padding, whatever their logits are. Returns token ids [batch, prompt length + new tokens], or a
+    GenerateDecoderOnlyOutput if it was requested.
     """
     config, streamer, logits_processor = request.generation_config, request.streamer, request.logits_processor
     input_ids: Any = request.input_ids  # transformers asks for a LongTensor, which type checkers hold for another type

@@ -27,9 +27,7 @@ class VerifiedRound(NamedTuple):
     """The result of a round: full depth has verified the drafts of some sequences.
 
     Attributes:
-        sequences: number of sequences that the round ran.
-        new_tokens: of all of them together.
-        drafted: number of drafts of each sequence.
+        new_tokens: of all sequences that the round ran together.
         accepted: number of accepted drafts of each sequence; -1 if it had ended before.
         probabilities: of each sequence's drafts, under the schedule that drafted; empty if they aren't known.
         seconds: duration of the round; None if the policy must not depend on time.
@@ -62,7 +60,6 @@ class DraftPolicy(Protocol):
         """What to draft in the next round.
 
         Args:
-            sequences: number of sequences that draft.
             budgets: layers that each draft of a sequence would run; there is room for no more drafts than that.
         """
 
@@ -110,7 +107,6 @@ class CostDraftPolicy:
     Args:
         record: statistics of earlier drafts; it is updated.
         seconds: time of a pass at full depth.
-        num_layers: of the model.
         draft_seconds: time of a pass that drafts; by default as `seconds` says.
     """
 
@@ -165,10 +161,7 @@ class CostDraftPolicy:
     def rate(self, sequences: int, budgets: Sequence[int], acceptance_rate: float | None = None) -> float:
         """Tokens that the best number of drafts is expected to give in the time of one step of full depth.
 
-        Args:
-            sequences: number of sequences in a round.
-            budgets: layers that each draft of a sequence would run.
-            acceptance_rate: of drafts; by default that of the drafts so far.
+        The acceptance rate is by default that of the drafts so far.
         """
         self._sequences = sequences
         record = self._record

@@ -69,10 +69,7 @@ def optimistic_rejection_rates(rates: Sequence[float | None]) -> list[float]:
     """Rejection rates of schedules by increasing depth, with estimates for those that have hardly drafted.
 
     The estimates are half the rate of the next shallower schedule and at most twice that of the next deeper one: low
-    enough that a schedule which may be better is tried.
-
-    Args:
-        rates: of each schedule; None if too little is known.
+    enough that a schedule which may be better is tried. A rate is None if too little is known.
     """
     found = [1 - _PRIOR_RATE if rate is None else rate for rate in rates]
     for n in range(1, len(found)):

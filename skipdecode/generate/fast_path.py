@@ -26,11 +26,7 @@ from skipdecode.schedule.schedule import SkipSchedule
 
 
 class FastPath:
-    """The fast path of one model. It holds no reference to the model, so that this can be freed.
-
-    Args:
-        model: a transformers model, without wrappers.
-    """
+    """The fast path of one unwrapped model. It holds no reference to the model, so that this can be freed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
@@ -118,8 +114,7 @@ class FastPath:
         """The default kind of weights: "packed" on a CPU with oneDNN if the copies fit in half of the free memory, else
         "model". Bfloat16 also needs instructions for it, or compiled kernels for this processor.
 
-        Args:
-            available: whether the model has a fast path, if that is already known; "model" if it hasn't.
+        A model without a fast path (not `available`, if that is already known) has the kind "model".
         """
         model = self.model
         available = self.why_not() is None if available is None else available
@@ -142,7 +137,10 @@ class FastPath:
 
     def profile(self, weights: Weights | None = None) -> Profile | None:
         """The calibrated profile that the model's speedups are solved for; None if there is none."""
-        return self.solved().profile(self.model, weights or self.usual_weights())
+        solved, model = self.solved(), self.model
+        if weights is None and not any(solved.profile(model, kind) for kind in ("packed", "model")):
+            return None  # the usual weights aren't asked for: a model on the meta device has none
+        return solved.profile(model, weights or self.usual_weights())
 
     def draft_record(
         self, weights: Weights, schedule: SkipSchedule, kind: LoopKind = "kernels", *, do_sample: bool

@@ -52,10 +52,7 @@ class LosslessLoop:
     """The decoding loop of one lossless call.
 
     Args:
-        request: of the call.
-        runner: made for it.
         choose_draft: returns the schedule that drafts and the draft policy; called once there is something to draft.
-        draft_counts: counts are added to it.
 
     Attributes:
         token_ids: prompts and new tokens, [batch, prompt length + maximum new tokens]; drafts follow a sequence's end.
@@ -289,13 +286,8 @@ class LosslessLoop:
     def _extend(self, rows: Sequence[int], drafted: Sequence[int], logits: torch.Tensor) -> list[int]:
         """Append to the sequences `rows` the drafts that are accepted, and full depth's next token.
 
-        Args:
-            rows: sequences, as indices in the batch.
-            drafted: number of drafts of each.
-            logits: of full depth, [tokens, vocabulary], for each sequence's last token and its drafts.
-
-        Returns:
-            How many drafts of each sequence were accepted.
+        Full depth's logits [tokens, vocabulary] are of each sequence's last token and its drafts. Returns how many of
+        these were accepted for each sequence.
         """
         starts = [self._prompt_length + self.counts[row] for row in rows]
         scores = self._process(rows, starts, [1 + count for count in drafted], logits)

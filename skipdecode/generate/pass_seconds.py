@@ -15,12 +15,7 @@ def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) 
     """The time of a pass.
 
     A profile gives it for up to as many tokens as the largest batch that was timed. Beyond that, it grows at least as
-    between the two largest batches, and as the analytical cost model predicts.
-
-    Args:
-        sizes: of the model.
-        profile: of this machine; without one the analytical cost model gives the time.
-        prompt_length: KV slots of the prompt.
+    between the two largest batches, and as the analytical cost model predicts, which gives the time without a profile.
     """
     predicted = sizes.at(prompt_length=prompt_length)
     if profile is None:

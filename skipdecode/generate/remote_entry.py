@@ -21,9 +21,7 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     servers that don't know them (`transformers serve`: `"generation_config": "{\\"speedup\\": 3}"` in a request). With
     neither a speedup nor a schedule, the checkpoint's own speed applies: `default_speedup` in its
     `generation_config.json`. Without that, all layers run by `generate` itself. `speedup=1` always means full depth.
-
-    Raises:
-        ConfigError: as `skip_generate` does.
+    Raises ConfigError as `skip_generate` does.
     """
     passed = kwargs.get("generation_config")
     for name in _ARGUMENTS:

@@ -56,8 +56,7 @@ class DecodeRequest:
     def prompt_mask(self) -> torch.Tensor:
         """The attention mask of the prompts, [batch, prompt length]; `generate` drops one that hides nothing.
 
-        Raises:
-            ConfigError: if mask and prompt lengths differ.
+        Raises ConfigError if mask and prompt lengths differ.
         """
         mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")
         length = self.prompt_length

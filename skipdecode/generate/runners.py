@@ -174,7 +174,6 @@ def make_runner(
     """The fastest runner for a request, with a cache.
 
     Args:
-        request: of the call.
         fast_path_obstacle: what `FastPath.why_not` returns for the model.
         gate: gates the model's layers; it is called if the model's own forward pass runs them.
 
@@ -205,7 +204,6 @@ class LosslessRunner:
     A pass overwrites the keys and values at its positions; those after them may be written again.
 
     Args:
-        decoder: of the model.
         max_steps: maximum number of generated tokens that are an input.
         mask: attention mask of the prompts, [batch, prompt length].
         model_kwargs: as `generate` passes them; the prompts' positions and embeddings are read.
@@ -241,16 +239,12 @@ class LosslessRunner:
         counts: Sequence[int],
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run tokens of each sequence.
+        """Run tokens [tokens], one sequence's after another's. Returns logits [tokens, vocabulary].
 
         Args:
-            tokens: token ids, [tokens], one sequence's after another's.
             starts: for each sequence, the index of its first token among its generated ones.
             counts: for each sequence, the number of its tokens.
             layers: that drafts run, ascending; each must hold all positions before. None for a pass at full depth.
-
-        Returns:
-            Logits [tokens, vocabulary].
         """
         if set(counts) == {1} and len(set(starts)) == 1:
             inputs = self._step_inputs(starts[0])
@@ -293,15 +287,7 @@ def _full_depth(num_layers: int) -> SkipSchedule:
 
 
 def make_lossless_runner(request: DecodeRequest, fast_path_obstacle: str | None) -> LosslessRunner:
-    """The runner of lossless decoding.
-
-    Args:
-        request: of the call.
-        fast_path_obstacle: what `FastPath.why_not` returns for the model.
-
-    Raises:
-        ConfigError: for a request that it can't decode, with the reason.
-    """
+    """The runner of lossless decoding. Raises ConfigError for a request that it can't decode, with the reason."""
     reason = _cache_obstacle(request.model, request.generation_config, request.model_kwargs)
     reason = reason or _forward_pass_reason(fast_path_obstacle, request.synced_gpus, request.model_kwargs)
     reason = reason or _stateful_processor(request.logits_processor)

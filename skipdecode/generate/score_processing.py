@@ -23,7 +23,6 @@ class ScoreProcessor:
     """Applies logits processors to each position as a loop would that has the whole batch at this length.
 
     Args:
-        processors: as `generate` passes them.
         token_ids: of prompts and new tokens, [batch, length]; the loop goes on writing into it.
         padding: the token allowed for sequences that `prefix_allowed_tokens_fn` isn't asked about.
         copies: whether the logits must stay as they are even without processors.

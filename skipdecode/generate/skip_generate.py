@@ -265,18 +265,8 @@ def choose_draft(
     do_sample: bool = False,
     order: Sequence[int] | None = None,
 ) -> SkipSchedule:
-    """The schedule that drafts for a lossless batch: the one of `SolvedSchedules.draft_candidates` that is expected to
-    be fastest.
-
-    Args:
-        model: a transformers model, possibly wrapped.
-        prompts: tokens of each prompt of the batch.
-        weights: as in `skip_generate`.
-        do_sample: whether tokens are sampled.
-        order: as in `skip_generate`.
-
-    Raises:
-        ConfigError: as `draft_candidates` does.
+    """The schedule that drafts for a lossless batch with prompts of these lengths: the one of
+    `SolvedSchedules.draft_candidates` that is expected to be fastest. Raises ConfigError as that does.
     """
     fast = fast_path(model)
     candidates = fast.solved().draft_candidates(order)

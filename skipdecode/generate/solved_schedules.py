@@ -29,9 +29,6 @@ UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # draft depths by an order of l
 class SolvedSchedules:
     """The schedules of one model; each is solved once.
 
-    Args:
-        model: a transformers model.
-
     Attributes:
         config: the schedules that it was trained for; None if it wasn't trained to skip.
         sizes: the model's analytical cost model.
@@ -88,10 +85,8 @@ class SolvedSchedules:
         """Constant schedules that may draft if none is given, by increasing depth.
 
         Budgets needn't decay, because drafts attend to full depth's keys and values. The layers are the first ones of
-        `order`, or without one those of the fastest speed that the model was trained for.
-
-        Raises:
-            ConfigError: for an invalid order; without one if the model's config names no speed above 1.
+        `order`, or without one those of the fastest speed that the model was trained for. Raises ConfigError for an
+        invalid order, and without one if the model's config names no speed above 1.
         """
         key = None if order is None else check_order(order, self.sizes.num_layers)
         if key not in self._drafts:

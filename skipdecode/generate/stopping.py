@@ -19,13 +19,7 @@ class RowLengths(StoppingCriteria):
     """A stopping criterion that ends each sequence after its own number of new tokens.
 
     Like transformers' criterion for end tokens it has an `eos_token_id`: it tells a decoding loop that some sequences
-    end before others and are padded.
-
-    Args:
-        lengths: new tokens of each sequence.
-        prompt_length: padded length of the prompts.
-        eos_token_id: of the tokenizer.
-        device: of the token ids.
+    end before others and are padded. The prompt length includes padding.
     """
 
     def __init__(self, lengths: Sequence[int], prompt_length: int, eos_token_id: int, device: torch.device) -> None:
@@ -49,10 +43,6 @@ def limited_config(config: GenerationConfig, criteria: StoppingCriteriaList) -> 
 
 class Endings:
     """Finds out which sequences the stopping criteria end.
-
-    Args:
-        criteria: as `generate` passes them.
-        batch: number of sequences.
 
     Attributes:
         tokens: tokens that end a sequence.
@@ -104,12 +94,8 @@ class Endings:
         return not any(bool(criterion(input_ids, None).any()) for criterion in self._others)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, new: int = 1) -> list[bool]:
-        """Whether each sequence ends within its last `new` positions; more than one only if the ends are `known`.
-
-        Args:
-            input_ids: token ids, [batch, length].
-            scores: as criteria get them.
-            new: number of positions that criteria haven't seen.
+        """Whether each sequence [batch, length] ends within its last `new` positions, which criteria haven't seen; more
+        than one only if the ends are `known`.
         """
         length = input_ids.shape[1]
         if not self.known:

@@ -224,7 +224,6 @@ class NativeLinear:
 
     Args:
         weight: [out, in], on CPU; float32 or bfloat16 where `kind` is None.
-        bias: [out], or None.
         kind: "int8" or "int4"; None for the type of `weight`.
     """
 

@@ -18,14 +18,10 @@ _ROUNDED_TOGETHER = 2**17  # values: half a megabyte of float32, which stays in 
 
 
 class Int8Linear:
-    """`hidden @ weight.T + bias` in integers.
+    """`hidden @ weight.T + bias` in integers, on CPU.
 
     Weights are rounded once, with a scale for each output (symmetric, absmax). Activations are rounded in each call,
     with a scale for each row, so that a row gives the same result in any batch.
-
-    Args:
-        weight: [out, in], on CPU.
-        bias: [out], or None.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

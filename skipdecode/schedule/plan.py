@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, renamed
 from skipdecode.schedule.schedule import SkipSchedule
 
 PLANNED_HEADER = "X-Skipdecode-Planned-Speedup"  # HTTP header of a server's responses
@@ -41,9 +41,12 @@ class SpeedPlan:
         return None if self.speedup is None else rounded_down(self.speedup)
 
     @property
-    def shortfall(self) -> float | None:
+    def fallback_speedup(self) -> float | None:
         """The planned speedup where it is below the target; None where the target is reached."""
         return None if self.reached else self.planned
+
+    shortfall = renamed("shortfall", "fallback_speedup")
+    clock = renamed("clock", "predicted_by")
 
     def warning(self) -> str:
         """The warning that the target can't be reached. Only for plans that aren't `reached`."""
@@ -69,10 +72,10 @@ def rounded_down(speedup: float) -> float:
     return math.floor(speedup * 100 + 1e-6) / 100
 
 
-def show_planned(target: float, shortfall: float | None) -> str:
+def show_planned(target: float, planned: float | None) -> str:
     """Format a target such as `3x`, with the planned speedup where it can't be reached.
 
     >>> show_planned(3, None), show_planned(3, 1.87)
     ('3x', '3x (planned 1.87x)')
     """
-    return f"{target:g}x" if shortfall is None else f"{target:g}x (planned {shortfall:.2f}x)"
+    return f"{target:g}x" if planned is None else f"{target:g}x (planned {planned:.2f}x)"

@@ -43,13 +43,7 @@ _CONTENT_SECURITY_POLICY = (
 
 
 def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
-    """The application, which starts and ends the engine's thread.
-
-    Args:
-        engine: decodes the requests.
-        tokenizer: of the checkpoint.
-        settings: of the server.
-    """
+    """The application, which starts and ends the engine's thread."""
     metrics = Metrics(lambda: engine.state)
     token_bytes = TokenBytes(tokenizer)
     started = int(time.time())
@@ -303,7 +297,7 @@ class Guard:
         line = f"{scope['method']} {path} {status} {seconds:.3f} s"
         if running is not None:
             count = f"{len(running.choices)} sequences, " if len(running.choices) != 1 else ""
-            speed = "lossless" if running.body.lossless else show_planned(running.speedup, running.shortfall)
+            speed = "lossless" if running.body.lossless else show_planned(running.speedup, running.fallback_speedup)
             line += (
                 f", {count}{speed}, {running.prompt_tokens} + {running.new_tokens} tokens, "
                 f"{running.layers_per_token:.2f} layers per token"

@@ -7,11 +7,7 @@ _INCOMPLETE = "\ufffd"  # stands for the first bytes of a character whose other 
 
 
 class Detokenizer:
-    """Decodes the tokens of one sequence as they are generated.
-
-    Args:
-        tokenizer: of the model.
-        stops: strings that end the text; they aren't part of it.
+    """Decodes the tokens of one sequence as they are generated, up to the first of `stops`, which isn't in the text.
 
     Attributes:
         text: the text so far, without an end that may be the beginning of a stop.
@@ -30,15 +26,7 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Add tokens.
-
-        Args:
-            tokens: the next tokens.
-            last: whether the sequence ends with them.
-
-        Returns:
-            The new text; it is empty while more tokens are needed to decide on it.
-        """
+        """Add the next tokens, possibly the `last`. Returns the new text, empty while more tokens must decide on it."""
         for place, token in enumerate(tokens, 1):
             self._grow(token, last=last and place == len(tokens))
         at = min((found for stop in self._stops if (found := self._decoded.find(stop)) >= 0), default=None)

@@ -20,21 +20,10 @@ _GRACE_SECONDS = 5  # for sending the last responses after all sequences have en
 
 
 def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port: int) -> int:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests that were received before.
+    """Serve until SIGTERM or Ctrl-C, then finish the requests that were received before. Returns the exit status.
 
-    Args:
-        engine: decodes the requests.
-        tokenizer: of the checkpoint.
-        settings: of the server.
-        host: address to listen on.
-        port: port to listen on; 0 for any free one.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigError: if the server can't listen on this address, or the checkpoint can't reach the default speedup and
-            the settings are strict.
+    Port 0 stands for any free one. Raises ConfigError if the server can't listen on this address, or the checkpoint
+    can't reach the default speedup and the settings are strict.
     """
     how: Any = {"over": settings.over, "strict": settings.strict, "weights": engine.weights}
     plan = resolve_plan(engine.model, None, settings.speedup, **how)

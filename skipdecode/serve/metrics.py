@@ -12,11 +12,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Args:
-        state: returns the current state of the engine.
-    """
+    """The metrics of one server; `state` returns the current state of its engine."""
 
     def __init__(self, state: Callable[[], EngineState]) -> None:
         self._registry = CollectorRegistry()

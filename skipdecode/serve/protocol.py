@@ -337,15 +337,7 @@ class ChatRequest(BaseRequest):
 
 
 class APIError(Exception):
-    """An error response in OpenAI's form.
-
-    Args:
-        status: HTTP status.
-        message: says what is wrong.
-        code: a name for the kind of error.
-        param: the field that is wrong, if there is one.
-        headers: of the response.
-    """
+    """An error response in OpenAI's form: `code` names its kind, and `param` the wrong field, if there is one."""
 
     def __init__(
         self,

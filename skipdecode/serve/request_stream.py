@@ -28,8 +28,6 @@ class Choice:
 
     Attributes:
         index: among the request's sequences.
-        answer: of the engine.
-        detokenizer: has the text.
         tokens: new tokens so far.
         end: why the sequence ended, in OpenAI's terms; None while it decodes.
         layers: layers run so far, without the first token, which comes from the prefill.
@@ -54,7 +52,6 @@ class Chunk:
     """What one sequence gained.
 
     Attributes:
-        choice: the sequence.
         text: new text; may be empty.
         generated: the token, or the last of several.
         layers: layers that this token ran.
@@ -95,12 +92,9 @@ class Waker:
 
 
 class TokenQueue:
-    """Passes tokens from the engine's thread to a task of the event loop.
+    """Passes tokens from the engine's thread to a task of the event loop, which gets a TimeoutError after `seconds`.
 
-    Args:
-        waker: wakes the task.
-        each: whether to wake it for each token, and not only at the end of each sequence.
-        seconds: time after which the task gets a TimeoutError.
+    The task is woken for each token (`each`), or only at the end of each sequence.
     """
 
     def __init__(self, waker: Waker, *, each: bool, seconds: float) -> None:
@@ -138,12 +132,7 @@ class TokenQueue:
 
 
 class RunningRequest:
-    """The sequences of one request.
-
-    Args:
-        engine, tokenizer, settings, metrics, waker: of the server.
-        body: of the request.
-    """
+    """The sequences of one request."""
 
     def __init__(
         self,
@@ -272,8 +261,7 @@ class RunningRequest:
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """The chunks of all sequences, as they come, until the last sequence has ended.
 
-        Raises:
-            APIError: if a sequence fails, or the request takes too long.
+        Raises APIError if a sequence fails, or the request takes too long.
         """
         try:
             while any(choice.end is None for choice in self.choices):
@@ -343,9 +331,9 @@ class RunningRequest:
         return min((plan.planned for plan in self._plans if plan.planned is not None), default=None)
 
     @property
-    def shortfall(self) -> float | None:
+    def fallback_speedup(self) -> float | None:
         """The planned speedup, the smallest of all sequences, if the target can't be reached; None if it can."""
-        return min((plan.shortfall for plan in self._plans if plan.shortfall is not None), default=None)
+        return min((plan.fallback_speedup for plan in self._plans if plan.fallback_speedup is not None), default=None)
 
     @property
     def _plans(self) -> list[SpeedPlan]:

@@ -15,12 +15,7 @@ def agreeing_tokens(
 
     Sequences run one by one through the model's own forward pass, so that neither padding nor copies of weights have an
     influence. In half precision, near ties may be decided differently than in a decode step; the agreement of full
-    depth's own completions shows how often.
-
-    Args:
-        model: a causal language model, in eval mode.
-        prompts: token ids of each prompt, at least one.
-        completions: token ids that were generated after each prompt.
+    depth's own completions shows how often. The model must be in eval mode, and each prompt has at least one token.
     """
     found: list[list[bool]] = []
     for prompt, completion in zip(prompts, completions, strict=True):

@@ -66,10 +66,8 @@ def measure_cost(
 
 
 def room_for(model: nn.Module, steps: int = STEPS) -> tuple[int, int]:
-    """How many steps can be timed, `steps` at most, and the maximum prompt length for them.
-
-    Raises:
-        ConfigError: if the model hasn't enough positions for a single step.
+    """How many steps can be timed, `steps` at most, and the maximum prompt length for them. Raises ConfigError if the
+    model hasn't enough positions for a single step.
     """
     config: Any = unwrap(model).config
     positions = longest_sequence(config)

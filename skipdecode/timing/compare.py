@@ -128,12 +128,7 @@ class Decoder:
         self._positions = longest_sequence(model.config)
 
     def plan(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SpeedPlan:
-        """The plan for a target speedup. Raises ConfigError as `skip_generate` does.
-
-        Args:
-            speedup, over: as in `skip_generate`.
-            prompts: tokens of each prompt of the batch.
-        """
+        """The plan for a target speedup of prompts of these lengths. Raises ConfigError as `skip_generate` does."""
         return resolve_plan(
             self.model,
             None,
@@ -152,8 +147,7 @@ class Decoder:
     def draft_schedule(self, prompts: Sequence[str], order: Sequence[int] | None = None) -> SkipSchedule:
         """The schedule that drafts for prompts that are decoded together, if no speedup is given.
 
-        Raises:
-            ConfigError: without an `order` of layers, if the checkpoint wasn't trained for a speedup.
+        Raises ConfigError without an `order` of layers, if the checkpoint wasn't trained for a speedup.
         """
         do_sample = bool(self._request["do_sample"])
         tokens = self._tokens(prompts)
@@ -181,16 +175,8 @@ class Decoder:
     def decode(
         self, prompts: Sequence[str], schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None
     ) -> Decoded:
-        """Decode prompts together.
-
-        Args:
-            prompts: to be completed.
-            schedule: which layers run, or draft.
-            streamer: as in `generate`.
-            tokens: exact number of new tokens; by default each completion has its own end.
-
-        Raises:
-            ConfigError: as `skip_generate` does.
+        """Decode prompts together, each with exactly `tokens` new tokens (None: up to its own end). The schedule says
+        which layers run, or draft. Raises ConfigError as `skip_generate` does.
         """
         request = {name: value for name, value in self._request.items() if value is not None}
         if tokens is not None:
@@ -240,14 +226,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Pace:
-    """Measurements of one speedup: medians over rounds.
-
-    Attributes:
-        speedup: measured speedup of decoding over full depth in the same round.
-        end_to_end: measured end-to-end speedup.
-        layers: mean layers per token.
-        tokens_per_second: of decoding.
-        prefill_seconds, decode_seconds: wall-clock times up to the first tokens, and from there on.
+    """Measurements of one target, medians over rounds: speedups over full depth in the same round, of decoding and
+    end-to-end; tokens per second of decoding; times up to the first tokens, and from there on.
     """
 
     speedup: Ratio
@@ -264,10 +244,8 @@ class Compared:
 
     Attributes:
         plans: for the target speedups, 1 first.
-        decoded: the completions at each.
         agreements: the share of tokens that full depth would have chosen, at each (`agreeing_tokens`).
         tokens: new tokens of each sequence that was timed: as many as the longest completion has.
-        rounds: number of rounds that were timed.
         paces: measurements at each; empty if no completion is long enough to be timed.
     """
 
@@ -286,17 +264,7 @@ def compare(
     affects all alike.
 
     Timed sequences have the same length at every speedup, so that the same steps are compared. There are `repeats`
-    rounds after a warm-up, and more if rounds are very short.
-
-    Args:
-        decoder: of the checkpoint.
-        prompts: decoded together.
-        speedups: targets.
-        repeats: number of rounds.
-        over: as in `skip_generate`.
-
-    Raises:
-        ConfigError: as `skip_generate` does.
+    rounds after a warm-up, and more if rounds are very short. Raises ConfigError as `skip_generate` does.
     """
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
     plans = tuple(decoder.plan_of(prompts, speedup, over) for speedup in speedups)
@@ -340,7 +308,6 @@ class Price:
     """The predicted speed and memory of one speedup.
 
     Attributes:
-        plan: for the target speedup.
         layers: mean layers per new token.
         predicted, end_to_end: predicted speedup of decoding, and end-to-end: by the calibrated profile of this machine,
             or without one by the analytical cost model (`CostModel`).

@@ -16,9 +16,6 @@ class StepClock(StoppingCriteria):
 
     It works with any decoding loop of transformers. The prefill ends when the first token is chosen; decoding is the
     time from there to the last token. A loop that generates several tokens at once shows them together.
-
-    Args:
-        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,12 +62,7 @@ class StepClock(StoppingCriteria):
 
 @dataclass(frozen=True)
 class TimedGeneration:
-    """The result of a call of `model.generate`, and its clock.
-
-    Attributes:
-        ids: token ids of prompts and new tokens, [batch, length].
-        clock: times of the call.
-    """
+    """The token ids of prompts and new tokens [batch, length] from a call of `model.generate`, and its clock."""
 
     ids: torch.Tensor
     clock: StepClock
@@ -84,14 +76,9 @@ def generate_timed(
     stopping_criteria: Sequence[StoppingCriteria] = (),
     **options: Any,
 ) -> TimedGeneration:
-    """Call `model.generate`, greedily unless the options say otherwise, and time it.
+    """Call `model.generate` on prompts [batch, prompt length], greedily unless the options say otherwise, and time it.
 
-    Args:
-        model: a causal language model of transformers.
-        input_ids: token ids of the prompts, [batch, prompt length].
-        attention_mask: [batch, prompt length]; None if all prompts are equally long.
-        stopping_criteria: in addition to the clock.
-        options: further arguments of `generate`.
+    Without an attention mask all prompts are equally long. Options are further arguments of `generate`.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     options = {"do_sample": False, "return_dict_in_generate": False, **options}

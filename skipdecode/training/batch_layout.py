@@ -12,8 +12,7 @@ def lay_out(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad_
     """Pad a batch so that all completions start at the same position, as `skipdecode.skip_layers` needs.
 
     Args:
-        prompts: token ids of each prompt.
-        completions: token ids of each completion.
+        prompts, completions: token ids of each.
         pad_token: the id that fills prompts on the left and completions on the right.
 
     Returns:

@@ -77,15 +77,9 @@ class LayerOrder:
         """The layers sorted by decreasing Block Influence, after the same first two."""
         return (*self.order[:2], *sorted(self.order[2:], key=lambda layer: -self.influence[layer]))
 
-    def to_json(self) -> str:
-        """The JSON text that `read_order` reads."""
-        values = asdict(self)
-        values["divergence"] = {str(layers): value for layers, value in self.divergence.items()}
-        return json.dumps(values) + "\n"
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file atomically."""
-        write_atomically(Path(path), self.to_json())
+        """Write the JSON file that `read_order` reads, atomically."""
+        write_atomically(Path(path), json.dumps(asdict(self)) + "\n")
 
 
 def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
@@ -94,7 +88,6 @@ def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], li
     Args:
         rows: a sequence of mappings with `prompt_ids` and `completion_ids`, such as a `datasets.Dataset`.
         count: number of rows; fewer are drawn where there are fewer, or they exceed `MEASURED_TOKENS` in all.
-        seed: seed of the draw.
 
     Returns:
         The prompt and the completion of each row, as token ids.
@@ -186,7 +179,6 @@ class _Batch(NamedTuple):
     """Rows of similar lengths, padded on the right, so that causal attention needs no mask.
 
     Attributes:
-        input_ids: token ids, [rows, positions].
         real: whether a position holds a token, [rows, positions].
         predicting: whether a position predicts a token of its row's completion, [rows, positions].
         tokens: number of predicting positions.
@@ -203,7 +195,6 @@ class _Measured:
 
     Attributes:
         kept: the remaining layers, ascending.
-        tokens: number of predicted tokens in all rows.
         influence: Block Influence of each layer, by its index.
     """
 
@@ -228,7 +219,6 @@ class _Measured:
         """The divergence without one of the remaining layers; the layers below it aren't computed again.
 
         Args:
-            layer: the layer to leave out.
             limit: the divergence above which the exact value doesn't matter. Since no token's divergence is negative,
                 the computation stops as soon as the sum over some rows exceeds the limit.
 

@@ -287,8 +287,7 @@ def test_the_picture_labels_each_report_including_names_with_underscores_and_the
     named: list[str] = []
 
     def noted(path: Path, figure: Any) -> None:
-        legend = figure.axes[0].get_legend()
-        named.extend(text.get_text().strip() for text in legend.get_texts())
+        named.extend(text.get_text().strip() for text in figure.legends[0].get_texts())
         save_png(path, figure)
 
     evaluate(tmp_path / "one", "--checkpoint", full, "--speedup", "1")

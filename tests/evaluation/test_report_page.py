@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,22 @@ def test_targets_with_the_same_schedule_share_a_label_in_the_picture(tmp_path: P
     monkeypatch.setattr(eval.drawing, "save_png", noted)
     draw_frontier(tmp_path / "picture.png", {"a": replace(report, rows=[*report.rows, same])}, "")
     assert found == ["target 1x\n8.0 layers", "target 2x\n4.0 layers", "target 3x, 2.8x\n3.0 layers"]
+
+
+def test_labels_of_nearby_points_in_the_picture_do_not_overlap(tmp_path: Path, monkeypatch: Any) -> None:
+    boxes: list[Any] = []
+
+    def noted(path: Path, figure: Figure) -> None:
+        figure.draw_without_rendering()
+        boxes.extend(text.get_window_extent() for text in figure.axes[0].texts if "layers" in text.get_text())
+
+    report = write_run(tmp_path / "a", speedups=(1.0, 2.0, 3.0))
+    row = report.rows[2]
+    near = [replace(row, mean_layers=n, wall_clock_speedup=2.85 + n / 20) for n in (1.0, 2.0)]
+    monkeypatch.setattr(eval.drawing, "save_png", noted)
+    draw_frontier(tmp_path / "picture.png", {"a": replace(report, rows=[*report.rows, *near])}, "")
+    assert len(boxes) == 5
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_an_evaluation_of_the_current_folder_is_named_after_the_folder(tmp_path: Path) -> None:

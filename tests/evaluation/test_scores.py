@@ -15,7 +15,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
-from eval.score.bootstrap import RESAMPLES, interval, over_seeds, p_value, resample
+from eval.score.bootstrap import RESAMPLES, interval, p_value, resample
 from eval.score.meteor import meteor
 from eval.score.metric import Metric, NotAvailableError, Statistics, Texts, mean_of
 from eval.score.registry import METRICS
@@ -276,12 +276,3 @@ def test_a_new_metric_needs_only_a_line_in_the_registry(monkeypatch: pytest.Monk
     assert "| words |" in text
     assert "5.00 [4.0, 6.0]" in text
     assert "words: words a text." in text
-
-
-def test_means_over_training_seeds_resample_items_and_seeds() -> None:
-    items = np.linspace(0, 5, RESAMPLES)
-    assert np.array_equal(over_seeds([items]), items)
-    found = over_seeds([items + seed for seed in (0.0, 10.0, 20.0)]) - items
-    assert set(np.unique(found.round(6))) == {round(10 * total / 3, 6) for total in range(7)}
-    assert found.mean() == pytest.approx(10, abs=0.7)
-    assert found.var() == pytest.approx((200 / 3) / 3, rel=0.15)  # of the mean of three draws of 0, 10, 20

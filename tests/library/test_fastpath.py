@@ -67,6 +67,12 @@ def test_copied_weights_are_refused_on_other_devices_than_a_cpu() -> None:
             fast_path(model).decoder(weights)
 
 
+def test_a_model_on_the_meta_device_has_no_calibrated_profile() -> None:
+    with torch.device("meta"):
+        model = tiny_opt.__wrapped__("opt", 2)
+    assert fast_path(model).profile() is None
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "opt-350m", "bloom"])
 def test_a_planned_cache_works_with_the_models_own_forward_pass(name: str) -> None:
     model = tiny(name)

@@ -150,6 +150,21 @@ def test_a_checkpoint_without_trained_schedules_refuses_an_unreachable_target() 
         SkipConfig(solver={"horizon": 8}).plan_for(cost, 3.0)
 
 
+def test_old_names_of_plans_and_checkpoints_warn_and_give_what_the_new_names_give() -> None:
+    cost = MeasuredCost(DEPTH, {1: 1.0, DEPTH: REACH})
+    config = SkipConfig(TRAINED, {"horizon": 8})
+    plan = config.plan_for(cost, 3.5)
+    assert plan.fallback_speedup == plan.planned == planned()
+    renamed = [(plan, "shortfall", "fallback_speedup"), (plan, "clock", "predicted_by")]
+    for owner, old, new in [*renamed, (config, "texts", "lengths_by_prompt")]:
+        with pytest.warns(DeprecationWarning, match=f"{old} is deprecated: use {new}"):
+            assert getattr(owner, old) == getattr(owner, new)
+    with pytest.warns(DeprecationWarning, match="schedule_for is deprecated: use plan_for"):
+        assert config.schedule_for(cost, 2.0) == config.plan_for(cost, 2.0).schedule
+    with pytest.warns(DeprecationWarning, match="schedule_for"), pytest.raises(OutOfReachError):
+        config.schedule_for(cost, 3.5)
+
+
 def test_generate_uses_the_fastest_trained_schedule_for_an_unreachable_target_and_warns_once(
     trained: Path, slow_machine: Profile, warned: list[str]
 ) -> None:
@@ -219,7 +234,7 @@ def test_an_engines_answers_have_their_plans(trained: Path, slow_machine: Profil
         assert [plan is not None and plan.reached for plan in plans] == [False, True]
         assert answers[0].schedule == FASTEST
         assert plans[0] is not None
-        assert (plans[0].target, plans[0].shortfall) == (3.0, planned())
+        assert (plans[0].target, plans[0].fallback_speedup) == (3.0, planned())
         expected = model.generate(**inputs_of(tokenizer), custom_generate=skip_generate, schedule=FASTEST)
         assert [each.token for each in answers[0]] == expected[0, len(prompt) :].tolist()
         with pytest.raises(ConfigError, match=r"reaches at most 1\.93"):

@@ -4,7 +4,6 @@ import concurrent.futures
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,9 +27,8 @@ import eval.output
 import train.run
 from data.departures import Departures
 from eval.output import only_writer
-from scripts.experiments import baselines, from_trained, long_prompts, objectives, runner, settings
+from scripts.experiments import baselines, runner, settings
 from scripts.experiments.baselines import BASELINES, Baseline
-from scripts.experiments.from_trained import Method
 from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
@@ -42,8 +40,6 @@ from train.run import run
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
-FROM_TRAINED = ["--shares", "0.5", "--speeds", "2", "--seeds", "0", "1"]
-FROM_TRAINED += ["--only", "linear-0.5 seed 0", "linear-0.5 seed 1", "shallow-even-2x-0.5 seed 1"]
 
 
 @pytest.fixture(scope="module")
@@ -102,27 +98,16 @@ def test_a_shallow_model_has_the_number_of_layers_whose_cost_is_nearest_to_the_t
         cost = config.cost_for(variants.cost([f"model.layers={layers}"]))
         return cost.seconds(SkipSchedule.full_depth(layers), over=over)  # type: ignore[arg-type]
 
-    whole = seconds(variants.layers())
+    layers = variants.cost().num_layers
+    whole = seconds(layers)
     for target in (1.0, 1.3, 1.6, 2.0, 3.0, 4.0):
-        found = [abs(math.log(whole / seconds(layers) / target)) for layers in range(1, variants.layers() + 1)]
+        found = [abs(math.log(whole / seconds(fewer) / target)) for fewer in range(1, layers + 1)]
         assert Baseline("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
 
 
 def test_an_unreachable_target_is_refused_before_anything_runs(variants: Variants) -> None:
     with pytest.raises(ConfigError, match="reaches at most"):
         Baseline("", as_fast_as=50).resolve(variants)
-
-
-def test_work_counts_the_layers_run_at_each_position(variants: Variants) -> None:
-    full = variants.work(BASELINES["full-depth"].overrides)
-    shallow = [*BASELINES["full-depth"].overrides, "model.layers=2"]
-    assert variants.work(shallow) == pytest.approx(full * 2 / 8)
-    assert variants.work([*BASELINES["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
-        shallow
-    )
-    assert variants.work(BASELINES["early-exit"].overrides) == pytest.approx(full)
-    # A sandwich of full depth and one schedule that skips.
-    assert full < variants.work() < 2 * full
 
 
 def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
@@ -255,45 +240,6 @@ def test_the_table_lists_all_schedules_that_differ_between_seeds(tmp_path: Path)
     assert [line[:3] for line in lines] == [["1x", "8", "8 to 8"], ["2x", "8, 5", "4 to 4, 5 to 3"]]
 
 
-def test_if_one_start_fails_variants_that_do_not_need_it_are_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-
-    def run_python(command: list[str], log: Path, seconds: Path) -> int:
-        names.append(Path(command[-1]).name)
-        return int(names[-1] == "full-depth-seed-0")
-
-    monkeypatch.setattr(runner, "run_python", run_python)
-    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # metrics of this task
-    assert start(from_trained, *FROM_TRAINED, "--output", str(tmp_path), "--train-only") == 1
-    assert "linear-0.5-seed-1" in names
-
-
-def test_a_task_without_the_tables_metrics_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no metric slot_error_rate"):
-        start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="--rate is 0: it must be above 0"):
-        start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"), "--rate", "0")
-    assert not (tmp_path / "out").exists()
-
-
-def test_steps_of_an_experiment_agree_with_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 36 rows, in five steps of 8; objectives trains 3 epochs with two accumulated batches per step."""
-    epochs = ("train.max_steps=null", "train.epochs=1.5")
-    assert Variants("quickstart", (*SETTINGS, *epochs)).prepared.steps == 8
-    found: list[str] = []
-
-    def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:
-        found.extend(word for command in commands.values() for word in command if word.startswith("train.max_steps="))
-        return True
-
-    monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
-    words = ["--epochs", "3", "--only", "sandwich, distilled", "--train-only", "--output", str(tmp_path)]
-    assert start(objectives, *words, "train.gradient_accumulation_steps=2") == 0
-    assert found[-1] == f"train.max_steps={round(3 * 36 / 16)}"
-
-
 def test_a_target_between_two_tables_is_listed_in_exactly_one(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 3.5))
     assert "\n".join(baselines.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
@@ -315,16 +261,10 @@ def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_oth
     ("experiment", "words", "labels"),
     [
         (baselines, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
-        pytest.param(objectives, ["--epochs", "1"], list(objectives.OBJECTIVES), marks=pytest.mark.release),
         (
             settings,
             SPREADS,
             ["| schedule.spread=0 | 4x |", "=0.5 | 4x | 8 | 2 to 2 | 4.08x | 3.06x | 67.10 [67.10, 67.10] |"],
-        ),
-        (
-            from_trained,
-            FROM_TRAINED,
-            ["| 0 of 2 | (at 1x) | 2 |", "| 1 | linear | 2 |", "| 1 | shallow-even | 1 | 4.00 |", "| – | – |"],
         ),
     ],
 )
@@ -347,35 +287,13 @@ def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_
     monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
     metrics_of_task = (*Departures.metrics, "slot_error_rate")
     monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # the metrics in the reports
-    given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
-    assert experiment.main() == 0
+    assert start(experiment, *words, "--output", str(tmp_path / "out")) == 0
     name = experiment.__name__.rpartition(".")[2]
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
     assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
-    assert len(trained) == {"baselines": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
+    assert len(trained) == 4
     assert not (tmp_path / "out" / ".lock").exists()
-
-
-def test_variants_that_start_from_a_trained_model_have_their_share_of_steps_and_their_layers(
-    variants: Variants, tmp_path: Path
-) -> None:
-    run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
-    for way in (Method("shallow-top", 1.0, 2.0), Method("early-termination", 0.5)):
-        overrides = way.overrides(tmp_path / "base", None, variants)
-        recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
-        run(recipe, way.name)
-        assert len(metrics(tmp_path / way.name)) == 2 * way.share
-        assert recipe.optim.learning_rate == pytest.approx(variants.recipe().optim.learning_rate / 3, rel=1e-3)
-        assert recipe.optim.warmup_steps == 0
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / way.name)
-        layers = variants.layers_as_fast(2.0) if way.speed is not None else 8
-        assert model.config.num_hidden_layers == layers < 9
-    # One step at a low learning rate leaves the weights near the initial ones; random weights would differ.
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
-    for name, weight in model.state_dict().items():
-        assert (weight - start[name]).abs().max() < 0.01
 
 
 def test_the_time_of_an_experiment_includes_interrupted_commands(tmp_path: Path) -> None:
@@ -392,9 +310,7 @@ def test_only_accepts_a_variant_whose_name_is_an_override(tmp_path: Path, monkey
         runner, "run_unfinished", lambda commands, *_: not trained.extend(each.name for each in commands)
     )
     words = ["--only", "schedule.spread=0 seed 1", "train.max_steps=1", "--train-only"]
-    given = ["--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS, *words]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
-    assert settings.main() == 0
+    assert start(settings, *SPREADS, "--output", str(tmp_path), *words) == 0
     assert trained == ["schedule.spread=0-seed-1"]
 
 
@@ -412,18 +328,13 @@ def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
 
 def test_two_experiments_cannot_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.1)
-    monkeypatch.setattr(
-        sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS]
-    )
     with only_writer(tmp_path, "--output"), pytest.raises(ConfigError, match="another run is writing here"):
-        settings.main()
+        start(settings, *SPREADS, "--output", str(tmp_path))
 
 
-def test_data_path_as_an_override_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--recipe", "e2e-tiny", "--output", str(tmp_path / "out"), *SPREADS, "data.path=somewhere"]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
+def test_data_path_as_an_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--data-dir"):
-        settings.main()
+        start(settings, *SPREADS, "--output", str(tmp_path / "out"), "data.path=somewhere")
     assert not (tmp_path / "out").exists()
 
 
@@ -432,26 +343,6 @@ def test_the_losses_of_a_run_come_from_its_last_validation(tmp_path: Path) -> No
     lines = [{"step": 1, "eval_loss": 3.0, "eval_loss_1x": 2.5}, {"step": 2, "eval_loss_1x": 1.25, "eval_loss_4x": 1.5}]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert settings.last_losses(tmp_path) == {"1x": "1.250", "4x": "1.500"}
-
-
-def test_a_long_prompt_ends_with_the_record_to_describe() -> None:
-    pairs = [(f"name[{n}]", f"text {n}") for n in range(9)]
-    prompt = long_prompts.with_records("name[new]", pairs, 3, random.Random(0)).splitlines()
-    assert prompt[-1] == "name[new]"
-    told = {f"{record} = {text}" for record, text in pairs}
-    assert len(set(prompt[:-1])) == 3
-    assert set(prompt[:-1]) < told
-    assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
-
-
-def test_long_prompts_need_enough_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in long_prompts.SPLITS.values():
-        (tmp_path / name).write_text("mr,ref\nname[a],A place.\nname[b],Another.\n")
-    output = tmp_path / "long"
-    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path), "--records", "3", "--output", str(output)])
-    with pytest.raises(ConfigError, match=r"--records is 3: it must lie between 1 and 2"):
-        long_prompts.main()
-    assert not output.exists()
 
 
 def test_each_seeds_trained_model_replaces_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

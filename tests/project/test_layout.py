@@ -2,15 +2,17 @@
 
 import ast
 import graphlib
-import os
-import shutil
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomllib
+from built_wheels import build_distributions
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {
@@ -136,20 +138,23 @@ def test_nothing_imports_scripts_and_train_py_calls_the_command_line_alone() -> 
     assert 'run_module("train.cli")' in (ROOT / "train.py").read_text(encoding="utf-8")
 
 
-def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
-    # Built from a copy, without isolation: no network, and nothing left behind in the checkout.
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    for package in ALLOWED:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+def test_the_wheel_holds_the_library_alone_and_is_built_from_the_source_distribution(tmp_path: Path) -> None:
     # As where there is no compiler: the kernels take a minute and are no part of what is looked at.
-    environment = os.environ | {"CC": "false", "CXX": "false"}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=environment)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    source, wheel = build_distributions(tmp_path, CC="false", CXX="false")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"skipdecode", "skipdecode-0.1.0.dist-info"}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert {name.split("/")[0] for name in names} == {"skipdecode", f"skipdecode-{version}.dist-info"}
     for module in (ROOT / "skipdecode").rglob("*.py"):
         assert str(module.relative_to(ROOT)) in names
     assert "skipdecode/serve/page.html" in names
     assert "skipdecode/py.typed" in names
+    with tarfile.open(source) as archive:
+        sources = {f"skipdecode-{version}/skipdecode/kernels/{name}" for name in ("cpu.cpp", "cpu_isa.h")}
+        assert sources <= set(archive.getnames())
+
+
+def test_the_version_is_that_of_the_latest_release_in_the_changelog() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -176,16 +176,22 @@ def test_an_evaluation_identifies_the_gguf_file_that_it_read(folder: Path) -> No
     assert checkpoint_identity(checkpoint) == {NAME: [status.st_size, status.st_mtime_ns]}
 
 
-@pytest.mark.parametrize("task", ["e2e", "cnndm"])
-def test_the_smollm2_recipes_train_from_gguf_without_the_hub(
-    task: str, folder: Path, shared_data: Path, tmp_path: Path
+@pytest.mark.parametrize("recipe", ["e2e-smollm2-135m", "cnndm-smollm2-135m", "text"])
+def test_recipes_of_pretrained_models_train_from_gguf_without_the_hub(
+    recipe: str, folder: Path, shared_data: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    overrides = [f"model.name_or_path={folder}", f"model.gguf_file={NAME}", f"data.path={shared_data / task}"]
+    run, data = tmp_path / "run", shared_data / recipe.removesuffix("-smollm2-135m")
+    if recipe == "text":
+        data = tmp_path / "data"
+        data.mkdir()
+        row = {"prompt": "to: Saltfern", "completion": "A ferry goes to Saltfern."}
+        (data / "train.jsonl").write_text(12 * (json.dumps(row) + "\n"))
+    overrides = [f"model.name_or_path={folder}", f"model.gguf_file={NAME}", f"data.path={data}"]
     overrides += ["data.limit=4", "data.max_completion_tokens=8", "data.max_prompt_tokens=100", "train.max_steps=1"]
     overrides += ["train.per_device_batch_size=2", "schedule.texts=2", "evaluation.limit=2", f"output.dir={run}"]
     overrides += ["evaluation.speedups=[1,2]", "evaluation.max_new_tokens=4", "tracking.wandb=off"]
     overrides += [f"data.cache_dir={tmp_path / 'cache'}"]
-    overrides += ["data.options={holdout: 4}"] if task == "cnndm" else []
-    assert train.cli.main(["--recipe", f"{task}-smollm2-135m", *overrides]) == 0
+    overrides += [] if recipe == "e2e-smollm2-135m" else ["data.options.holdout=4"]
+    assert train.cli.main(["--recipe", recipe, *overrides]) == 0
     assert without_a_trace(run)
+    assert (run / "order.json").exists() == (recipe == "text")

@@ -1,10 +1,9 @@
-"""The computational work of a training step, by which runs are compared."""
+"""The computational work of a training step."""
 
 from collections.abc import Sequence
 
-from train.sampling import Draw, ScheduleSampler
+from train.sampling import Draw
 
-SAMPLED_STEPS = 200  # maximum number of steps over which work is averaged
 FORWARD_SHARE = 1 / 3  # cost of a forward pass, as a share of a forward and backward pass
 
 
@@ -26,19 +25,3 @@ def step_work(
     full_depth = any(not draw.schedule.skips for draw in draws)
     teacher = FORWARD_SHARE if distils and (frozen_teacher or not full_depth) else 0.0
     return (passes + teacher) * positions
-
-
-def mean_work(
-    sampler: ScheduleSampler,
-    steps: int,
-    distils: bool,
-    prompt_columns: float,
-    new_tokens: float,
-    *,
-    frozen_teacher: bool = False,
-) -> float:
-    """The mean of `step_work` over a run's steps; rows of a batch have similar lengths, so padding is ignored."""
-    sampled = range(min(steps, SAMPLED_STEPS))
-    lengths = (prompt_columns, new_tokens)
-    work = [step_work(sampler.at(step), distils, *lengths, frozen_teacher=frozen_teacher) for step in sampled]
-    return sum(work) / len(work)
