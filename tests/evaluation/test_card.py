@@ -41,10 +41,8 @@ def test_an_evaluation_into_a_finished_run_updates_its_model_card(run: Path) -> 
     text = (run / CARD).read_text()
     assert UNMEASURED not in text
     for row in json.loads((run / "eval" / "report.json").read_text())["rows"]:
-        assert (
-            f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['label']} | {row['wall_clock_speedup']:.2f}x ["
-            in text
-        )
+        label, layers, speedup = row["label"], row["mean_layers"], row["wall_clock_speedup"]
+        assert f"| {label} | {layers:.2f} of 8 | {label} | {speedup:.2f}x [" in text
     assert "](eval/frontier.png)" in text
     assert "--trust-remote-code` decodes at 2x;" in text
 

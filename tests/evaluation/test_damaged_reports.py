@@ -25,9 +25,8 @@ from eval.results import Report, Threshold
 from eval.score.predictions import Prediction
 from eval.score.registry import headline
 from eval.speed.merge import MergedReport
-from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
-from skipdecode import ConfigError, SkipSchedule
-from skipdecode.timing.interleave import Ratio
+from eval.speed.report import SpeedReport
+from skipdecode import ConfigError
 
 REMOVED = "removed"
 VALUES = st.one_of(
@@ -38,48 +37,6 @@ VALUES = st.one_of(
 )
 
 LINE = Prediction("a file, line 1", "1", "name: Aromi", "Aromi is a pub.", ("A pub is Aromi.",))
-
-
-def speed_report(date: str = "2026-11-21") -> SpeedReport:
-    ratio = Ratio(2.0, 1.9, 2.1)
-    row = SpeedRow(
-        batch_size=1,
-        weights="packed",
-        speedup_target=2.0,
-        schedule=SkipSchedule(num_layers=8, max_layers=4, min_layers=4, horizon=16).to_dict(),
-        mean_layers=4.0,
-        prefill_seconds=0.1,
-        decode_seconds=0.2,
-        end_to_end_seconds=0.3,
-        tokens_per_second=50.0,
-        wall_clock_speedup=ratio,
-        end_to_end_speedup=ratio,
-        over_peers={"transformers": ratio},
-        peer_decode_seconds={"transformers": 0.4},
-        bound_speedup=2.0,
-        bandwidth_share=0.5,
-        cache_bytes=1000,
-        full_depth_cache_bytes=2000,
-        prefill_over_peers={"transformers": ratio},
-        peer_prefill_seconds={"transformers": 0.1},
-    )
-    conditions = SpeedConditions(
-        model="opt-125m",
-        parameters=10**8,
-        dtype="float32",
-        device="cpu",
-        prompt_length=64,
-        new_tokens=64,
-        repeats=5,
-        calibrated=True,
-        copy_bytes_per_second=1e10,
-        unreachable=["50x: out of reach"],
-        date=date,
-        command="python -m eval.speed",
-        machine={"processor": "a processor", "kernels": None, "cores": 2, "threads": 2},
-        versions={"torch": "2.13.0", "transformers": "5.23.0"},
-    )
-    return SpeedReport(conditions, [replace(row, speedup_target=1.0), row])
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = replace(report, rows=[*report.rows, calm, lossless], unavailable={"meteor": "its data is not here"})
     whole.save(folder / "run")
     for name, date in (("first", "2026-11-21"), ("second", "2026-11-22")):
-        (folder / f"{name}.json").write_text(speed_report(date).to_json())
+        (folder / f"{name}.json").write_text(finished_runs.speed_report(date).to_json())
     return folder
 
 
@@ -203,13 +160,9 @@ def test_a_file_that_is_not_a_report_is_refused_with_a_one_line_error_by_every_o
             check_line(caught.value, path)
             commands = [(eval.report.cli.main, [str(path.parent), "--output", str(tmp_path / "page.html")])]
         else:
-            commands = [
-                (eval.speed.cli.main, ["--merge", str(speed), str(path), "--output", str(tmp_path / "merged.md")]),
-                (
-                    eval.report.cli.main,
-                    [str(run.parent), "--speed", str(path), "--output", str(tmp_path / "page.html")],
-                ),
-            ]
+            merge = ["--merge", str(speed), str(path), "--output", str(tmp_path / "merged.md")]
+            page = [str(run.parent), "--speed", str(path), "--output", str(tmp_path / "page.html")]
+            commands = [(eval.speed.cli.main, merge), (eval.report.cli.main, page)]
         for command, arguments in commands:
             assert command(arguments) == 2
             error = capsys.readouterr().err

@@ -54,9 +54,7 @@ def results(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     home = str(tmp_path_factory.mktemp("home"))  # an empty home, without caches
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": home}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
-        command, env=environment, input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environment, input=json.dumps(asked), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,8 +1,8 @@
 """Evaluations with baselines, run as a user would: a reference model, confidence exits, batch sizes, interruptions."""
 
 import json
+import os
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -11,13 +11,16 @@ from dataclasses import replace
 from operator import truediv
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from finished_runs import predictions, without_clocks
 from forked_python import start_python
 from small_checkpoints import TASK, save_checkpoint
 
 import eval.cli
 import eval.drawing
+import eval.run
 from data import load_task
 from eval.drawing import save_png
 from eval.journal import FILE_NAME
@@ -51,11 +54,6 @@ def evaluate(output: Path, *arguments: Any) -> Report:
     assert len(list((output / "predictions").iterdir())) == len(report.rows)
     assert (output / "frontier.png").read_bytes().startswith(b"\x89PNG")
     return report
-
-
-def predictions(output: Path, label: str) -> list[str]:
-    lines = (output / "predictions" / f"{label}.jsonl").read_text().splitlines()
-    return [json.loads(line)["prediction"] for line in lines]
 
 
 def set_generation(folder: Path, **settings: Any) -> None:
@@ -123,7 +121,7 @@ def test_calibrated_thresholds_run_at_most_the_layers_of_their_schedules_on_vali
     config = SkipConfig.load(full)
     assert config is not None
     for row in report.rows[1:]:
-        schedule = config.plan_for(_cost(full), row.speedup_target or 0).schedule
+        schedule = config.plan_for(CostModel.of(load(str(full))[0]), row.speedup_target or 0).schedule
         assert row.schedule is None
         assert row.threshold is not None
         assert row.threshold.prompts == 6
@@ -137,13 +135,6 @@ def test_calibrated_thresholds_run_at_most_the_layers_of_their_schedules_on_vali
     assert fast is not None
     assert fast.value < slow.value
     assert "6 validation prompts" in capsys.readouterr().out
-
-
-def _cost(folder: Path) -> Any:
-    from skipdecode import CostModel
-    from skipdecode.checkpoint.loading import load_model
-
-    return CostModel.of(load_model(str(folder)))
 
 
 def test_given_thresholds_are_rows_and_one_above_1_equals_full_depth(full: Path, tmp_path: Path) -> None:
@@ -190,6 +181,7 @@ def test_speed_is_measured_at_the_requested_batch_sizes(full: Path, tmp_path: Pa
 
 def test_outputs_that_never_end_are_counted_in_a_note(full: Path, tmp_path: Path) -> None:
     report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "2")
+    assert [(t.batch_size, t.prompts) for t in report.rows[0].timings] == [(4, 9)], "a small test set is timed whole"
     model, tokenizer = load(str(full))
     most = report.max_new_tokens
     endless = 0
@@ -208,7 +200,8 @@ def test_targets_are_solved_for_decode_or_end_to_end_and_for_each_batch_size(tmp
     solver = {"horizon": 20, "over": "all", "lengths": [[2, 97], [30, 3]], "prompt_lengths": [[3000, 1]]}
     config = SkipConfig(solver=solver, task={"name": "departures", "options": TASK})
     config.save(folder)
-    _, tokenizer = load(str(folder))
+    model, tokenizer = load(str(folder))
+    cost = CostModel.of(model)
     texts = [example.prompt for example in load_task("departures", **TASK).load("test")[:9]]
     prompts = sorted(len(ids) for ids in tokenizer(texts)["input_ids"])
     different = {}
@@ -217,12 +210,10 @@ def test_targets_are_solved_for_decode_or_end_to_end_and_for_each_batch_size(tmp
         words = ["--checkpoint", folder, "--speedup", "1.8", *asked, "--time-batch-size", "1", "4", "32"]
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
-        expected = {
-            size: config.plan_for(
-                _cost(folder), 1.8, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
-            ).schedule.to_dict()
-            for size in (1, 4, 32)
-        }
+        expected = {}
+        for size in (1, 4, 32):
+            batches = [prompts[n : n + size] for n in range(0, len(prompts), size)]
+            expected[size] = config.plan_for(cost, 1.8, over=over, prompts=batches).schedule.to_dict()
         row = report.rows[1]
         assert {timing.batch_size: timing.schedule for timing in row.timings} == expected
         assert row.timings[0].batch_size == 4, "that of the scores is the row's own"
@@ -244,9 +235,8 @@ def test_targets_are_solved_with_the_saved_profile_of_this_machine(full: Path, t
         report = evaluate(tmp_path / "out", *words)
     finally:
         path.unlink()
-    assert (
-        report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
-    )
+    expected = solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8)
+    assert report.rows[1].schedule == expected.to_dict()
     assert report.clock == describe_cost_model(profile)
     assert f"solved for each batch size by {report.clock}." in report.to_markdown()
 
@@ -308,11 +298,6 @@ def test_the_picture_labels_each_report_including_names_with_underscores_and_the
     assert named == ["full", "_other"]
 
 
-def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> None:
-    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1")
-    assert [(t.batch_size, t.prompts) for t in report.rows[0].timings] == [(4, 9)]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -325,7 +310,6 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--calm-threshold", "0.5"], "--calm-threshold requires --system calm"),
-        (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
         (["--system", "calm", "--calm-threshold", "nan"], "--calm-threshold is [nan]"),
         (["--system", "calm", "--calm-threshold", "0.5", "--speedup", "2"], "replaces targets"),
         (["--system", "calm", "--schedule", "x.json"], "--schedule requires --system skip"),
@@ -338,30 +322,18 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
         (["--over", "all", "--speedup", "40"], "speedup is 40: with warmup_layers"),
         (["--checkpoint", "E2E"], "'E2E' isn't a checkpoint: it has no config.json"),
-        (["--checkpoint", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--task", "e2ee"], "unknown task 'e2ee'"),
         (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
         (["--task-option", "test_size=few"], "test_size is 'few'"),
         (["--speedup", "0.5"], "targets must be different and at least 1"),
-        (["--speedup", "inf"], "targets must be different and at least 1"),
         (["--limit", "0"], "--limit is 0"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1: it must be at least 2"),
-        (["--schedule", "E2E/devset.csv"], "schedule file 'E2E/devset.csv': not a schedule"),
-        (["--device", "cuda:x"], "--device is 'cuda:x', which can't be used"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--max-new-tokens", "120"], "the model has 128 positions and max_new_tokens is 120"),
         (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference has no default targets"),
-        (
-            ["--speedup", "1", "--lossless", "auto"],
-            "--lossless is auto: the checkpoint was trained for no speedup above 1",
-        ),
-        (["--order", "ORDER"], "--order requires --lossless auto"),
+        (["--speedup", "1", "--lossless", "auto"], "--lossless is auto: the checkpoint was trained for no speedup"),
         (["--lossless", "2", "--order", "ORDER"], "--order requires --lossless auto"),
-        (
-            ["--lossless", "auto", "--order", "ORDER"],
-            "order file 'ORDER': order has 2 layers: it must have",
-        ),
-        (["--lossless", "auto", "--order", "nowhere.json"], "order file 'nowhere.json' can't be read"),
+        (["--lossless", "auto", "--order", "ORDER"], "order file 'ORDER': order has 2 layers: it must have"),
         (["--compare", "nothing"], "expected NAME=PATH"),
         (["--compare", "=report.json"], "expected NAME=PATH"),
         (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
@@ -404,16 +376,6 @@ def test_an_invalid_request_prints_a_one_line_error_and_writes_nothing(
 RESUMED = ["--system", "calm", "--speedup", "1.5", "2.5", "--time-batch-size", "2", "--time-limit", "4"]
 
 
-def without_clocks(folder: Path) -> Any:
-    """The report without times and commands."""
-    report = json.loads((folder / "report.json").read_text())
-    del report["command"]
-    for row in report["rows"]:
-        for name in [name for name in row if re.search("seconds|per_second|wall_clock|whole_speedup|timings", name)]:
-            del row[name]
-    return report
-
-
 def test_an_evaluation_killed_at_any_moment_continues_and_writes_the_same_report(full: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", str(full), *RESUMED]
     evaluate(tmp_path / "straight", *words)
@@ -440,18 +402,12 @@ def test_an_evaluation_killed_at_any_moment_continues_and_writes_the_same_report
         assert row.decode_seconds >= sum(known)  # includes the times from before the kill
 
 
-def _killed(*_: Any) -> Any:
-    raise KeyboardInterrupt
-
-
 def test_continuing_an_evaluation_with_other_options_is_refused(
     full: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    import eval.run
-
     words = ["--checkpoint", str(full), "--speedup", "2", *SMALL, "--output", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
-        patched.setattr(eval.run, "_report", _killed)
+        patched.setattr(eval.run, "_report", Mock(side_effect=KeyboardInterrupt))
         assert eval.cli.main(words) == 130
     before = (tmp_path / "out" / FILE_NAME).read_bytes()
     for change, message in [
@@ -473,7 +429,5 @@ def test_continuing_an_evaluation_with_other_options_is_refused(
         assert eval.cli.main(words) == 2
         assert "checkpoint.model.safetensors was" in capsys.readouterr().err
     finally:
-        import os
-
         os.utime(full / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
     assert eval.cli.main(words) == 0

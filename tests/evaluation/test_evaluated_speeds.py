@@ -1,11 +1,11 @@
 """By default a checkpoint is evaluated at its trained speedups, an exported one at its single speedup."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_runs import predictions
 from hypothesis import given
 from hypothesis import strategies as st
 from small_checkpoints import save_checkpoint
@@ -86,11 +86,6 @@ def evaluate(checkpoint: Path, output: Path, *more: Any) -> Report:
     words = ["--checkpoint", checkpoint, *SMALL, *more, "--output", output]
     assert eval.cli.main([str(word) for word in words]) == 0
     return Report.load(output / "report.json")
-
-
-def predictions(output: Path, label: str) -> list[str]:
-    lines = (output / "predictions" / f"{label}.jsonl").read_bytes().splitlines()
-    return [json.loads(line)["prediction"] for line in lines]
 
 
 def test_an_exported_checkpoint_is_evaluated_with_its_own_schedule(whole: Path, tmp_path: Path) -> None:

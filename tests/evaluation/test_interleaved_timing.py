@@ -85,11 +85,7 @@ def timed(calls: list[Any]) -> list[Any]:
     lengths=st.none() | st.just([1 + n % 20 for n in range(len(EXAMPLES))]),
 )
 def test_decoding_killed_at_any_call_continues_with_equal_results_and_decodes_nothing_twice(
-    batch_size: int,
-    labels: str,
-    kills: list[int],
-    lengths: list[int] | None,
-    tmp_path_factory: pytest.TempPathFactory,
+    batch_size: int, labels: str, kills: list[int], lengths: list[int] | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     straight: list[Any] = []
     expected = decode(labels, batch_size, Journal(), straight, lengths)

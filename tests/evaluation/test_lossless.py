@@ -19,9 +19,8 @@ LENGTHS = [24, 1, 17]
 
 @pytest.fixture
 def fast() -> SkipSystem:
-    checkpoint = Checkpoint(
-        "made", tiny("opt"), train_tokenizer([Example("0", "some", ("words",))], 300, max_length=64), "packed"
-    )
+    tokenizer = train_tokenizer([Example("0", "some", ("words",))], 300, max_length=64)
+    checkpoint = Checkpoint("made", tiny("opt"), tokenizer, "packed")
     return SkipSystem("fast", checkpoint, SkipSchedule(6, 4, 3, horizon=12))
 
 

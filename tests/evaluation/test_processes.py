@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from finished_runs import without_clocks
 from forked_python import run_python, start_python
 from small_checkpoints import save_checkpoint
-from tiny_models import randomised
-from transformers import AutoConfig, AutoTokenizer
+from tiny_models import TINY_FAMILIES, randomised, tiny_config
+from transformers import AutoTokenizer
 
 import eval.cli
 from eval.journal import FILE_NAME
@@ -38,10 +38,9 @@ def llama(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tensor-parallel plan in transformers, with the tokenizer and task of the other checkpoint."""
     folder = tmp_path_factory.mktemp("processes") / "llama"
     tokenizer = AutoTokenizer.from_pretrained(full)
-    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 2, "eos_token_id": tokenizer.eos_token_id}
-    sizes = {"vocab_size": len(tokenizer), "intermediate_size": 48, "max_position_embeddings": 128}
-    randomised(AutoConfig.for_model("llama", **shape, **sizes, **special), 0).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "max_position_embeddings": 128}
+    randomised(tiny_config("llama", **TINY_FAMILIES["llama"], **sizes, **special), 0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     remembered = SkipConfig.load(full)
     assert remembered is not None
@@ -55,22 +54,6 @@ def evaluate(checkpoint: Path, output: Path, *words: str, processes: int = 1) ->
     asked = ["-m", "eval", "--checkpoint", str(checkpoint), "--output", str(output), *words]
     assert run_python(asked, log, processes) == 0, log.read_text()
     return log.read_text()
-
-
-def without_clocks(folder: Path) -> Any:
-    """The report without times, commands and the number of processes.
-
-    The number of drafted tokens of a lossless row depends on earlier batches of its process; its output doesn't.
-    """
-    report = json.loads((folder / "report.json").read_text())
-    del report["command"], report["machine"]
-    for row in report["rows"]:
-        clocks = "seconds|per_second|wall_clock|whole_speedup|timings|processes|lossless_speedup"
-        if row["system"] == "lossless":
-            clocks += "|mean_layers|layers_per_step|bound_by_bytes"
-        for name in [name for name in row if re.search(clocks, name)]:
-            del row[name]
-    return report
 
 
 def predictions(folder: Path) -> dict[str, str]:

@@ -22,13 +22,7 @@ LINES: list[dict[str, Any]] = [
         "prediction": "Zizzi is in the city\u2028centre.",
         "references": ["Zizzi serves Italian food."],
     },
-    {
-        "id": 3,
-        "prompt": "name: Xname\n",
-        "meaning": "name[The Mill]",
-        "prediction": "",
-        "references": ["The Mill."],
-    },
+    {"id": 3, "prompt": "name: Xname\n", "meaning": "name[The Mill]", "prediction": "", "references": ["The Mill."]},
 ]
 
 
@@ -64,9 +58,8 @@ def test_the_score_file_has_scores_at_the_top_level_with_their_descriptions(tmp_
     printed = capsys.readouterr().out
     assert f" {scores['cider']:.3f} " in printed  # with the decimals of the other tables
     (tmp_path / "scores.json").unlink()
-    assert (
-        run(tmp_path, lines=["\ufeff" + json.dumps(LINES[0]), *LINES[1:], ""]) == 0
-    )  # with a byte order mark, as some editors write
+    # With a byte order mark, as some editors write.
+    assert run(tmp_path, lines=["\ufeff" + json.dumps(LINES[0]), *LINES[1:], ""]) == 0
     assert json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["bleu"] == scores["bleu"]
     assert "3 predictions" in printed
     assert "slot_error_rate" in printed

@@ -17,16 +17,16 @@ from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
 from eval.score.bootstrap import RESAMPLES, interval, p_value, resample
 from eval.score.meteor import meteor
-from eval.score.metric import Metric, NotAvailableError, mean_of
+from eval.score.metric import Metric, NotAvailableError, Statistics, Texts, mean_of
 from eval.score.registry import METRICS
 from eval.score.scores import choose_metrics, score
 from skipdecode import ConfigError
 
-PREDICTIONS = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
+PREDICTIONS = ["The Mill is a cheap pub.", "aromi serves Italian food", "It's near Café Müller – £20-25, “cheap”."]
 REFERENCES = [
     ["The Mill is a cheap pub by the river.", "A cheap pub is The Mill."],
     ["Aromi serves Italian food."],
-    ["It is near the Vaults.", "By the river, near The Vaults.", "It lies by the river near The Vaults."],
+    ["It's near Café Müller.", "Cheap: near Café Müller, £20-25.", "5-star – isn’t “cheap”; it’s near Café Müller."],
 ]
 # Repeating a reference doesn't change clipped counts or closest lengths.
 STREAMS = [[texts[min(n, len(texts) - 1)] for texts in REFERENCES] for n in range(3)]
@@ -64,10 +64,8 @@ def test_rouge_uses_the_best_reference() -> None:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     scores = score(PREDICTIONS, REFERENCES).values
     for kind in ("rouge1", "rouge2", "rougeL"):
-        best = [
-            max(scorer.score(r, p)[kind].fmeasure for r in refs)
-            for p, refs in zip(PREDICTIONS, REFERENCES, strict=True)
-        ]
+        pairs = zip(PREDICTIONS, REFERENCES, strict=True)
+        best = [max(scorer.score(text, found)[kind].fmeasure for text in texts) for found, texts in pairs]
         assert scores[kind] == pytest.approx(100 * sum(best) / 3)
 
 
@@ -193,9 +191,8 @@ def without_nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
-    monkeypatch.setattr(
-        "nltk.corpus.wordnet", nltk.corpus.util.LazyCorpusLoader("wordnet", nltk.corpus.WordNetCorpusReader)
-    )
+    unread = nltk.corpus.util.LazyCorpusLoader("wordnet", nltk.corpus.WordNetCorpusReader)
+    monkeypatch.setattr("nltk.corpus.wordnet", unread)
 
 
 @pytest.mark.usefixtures("without_nltk_data")
@@ -265,17 +262,13 @@ def test_descriptions_of_metrics_contain_library_versions() -> None:
 
 
 def test_a_new_metric_needs_only_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = Metric(
-        "words",
-        "words",
-        "nobody",
-        lambda texts: mean_of([len(text.split()) for text in texts.predictions]),
-        lambda texts: "words a text",
-        lower_is_better=True,
-    )
+    def count(texts: Texts) -> Statistics:
+        return mean_of([len(text.split()) for text in texts.predictions])
+
+    words = Metric("words", "words", "nobody", count, lambda texts: "words a text", lower_is_better=True)
     monkeypatch.setitem(METRICS, words.name, words)
     scores = score(PREDICTIONS, REFERENCES, ["words"])
-    assert scores.values == {"words": pytest.approx((6 + 4 + 8) / 3)}
+    assert scores.values == {"words": pytest.approx((6 + 4 + 7) / 3)}
     assert scores.metrics == {"words": "words a text"}
     report = finished_runs.write_run(tmp_path / "run")
     rows = [replace(row, scores={"words": 5.0}, intervals={"words": (4.0, 6.0)}, p_values={}) for row in report.rows]

@@ -20,7 +20,6 @@ import eval.cli
 import eval.score.cli
 import eval.search.cli
 import train.weights_and_biases
-from data import load_task
 from data.task import Convention
 from eval.card import write_card
 from eval.report.page import write_page
@@ -133,11 +132,8 @@ def test_with_any_tokenizer_equal_texts_score_the_maximum_and_others_less(langua
     if language in WITHOUT_SPACES and tokenizer not in ("char", "none") and (language, tokenizer) != ("Chinese", "zh"):
         assert not scores.values
         return
-    if (
-        tokenizer == "char"
-        or (tokenizer == "intl" and language not in ("mixed",))
-        or (language, tokenizer) == ("Chinese", "zh")
-    ):
+    fits = (language, tokenizer) == ("Chinese", "zh") or (tokenizer == "intl" and language != "mixed")
+    if tokenizer == "char" or fits:
         assert scores.unavailable == {}
         assert tokenizer in scores.metrics["bleu"]
         assert tokenizer in scores.metrics["rouge1"]
@@ -165,33 +161,8 @@ def test_rouge_counts_the_tokens_of_a_tokenizer_without_punctuation() -> None:
     assert "tokens of sacrebleu's zh" in scores.metrics["rouge1"]
 
 
-def test_scores_of_english_texts_have_not_changed() -> None:
-    # Recorded before the introduction of tokenizers and reasons; every item has accents and signs.
-    references = [list(example.references) for example in load_task("departures").load("test")[:60]]
-    predictions = [
-        references[(n + 1) % 60][0] if n % 3 else texts[0].upper().replace("a", "á")
-        for n, texts in enumerate(references)
-    ]
-    for texts in references:
-        texts.append("The Café Müller – £20-25, 5-star – isn't “cheap”; it can’t be.")
-    assert score(predictions, references, NAMES).values == {
-        "bleu": pytest.approx(43.72277299708008, rel=1e-12),
-        "nist": pytest.approx(5.970387653002787, rel=1e-12),
-        "rouge1": pytest.approx(55.701605751772455, rel=1e-12),
-        "rouge2": pytest.approx(39.812112257919516, rel=1e-12),
-        "rougeL": pytest.approx(52.47739721417676, rel=1e-12),
-        "rougeLsum": pytest.approx(52.47739721417676, rel=1e-12),
-        "cider": pytest.approx(1.2782565517742033, rel=1e-12),
-    }
-    webnlg = score(predictions, references, ["bleu"], convention="webnlg").values
-    assert webnlg == {"bleu": pytest.approx(41.56837196474366, rel=1e-12)}
-
-
 def test_a_few_accents_or_foreign_names_do_not_make_english_references_unscorable() -> None:
-    texts = [
-        "The Café Rouge near Café Brazil is a cheap pub.",
-        "Dvořák lived in Zürich, 北京 and then in Saint Petersburg.",
-    ]
+    texts = ["The Café Rouge near Café Brazil is a pub.", "Dvořák lived in Zürich, 北京 and then in Saint Petersburg."]
     scores = score(texts, own(texts), NAMES)
     assert scores.unavailable == {}
     assert "are other characters" in scores.metrics["rouge1"]
@@ -215,11 +186,8 @@ def test_bertscore_gives_a_reason_where_the_model_does_not_know_the_script(tmp_p
 def test_the_evaluate_modules_support_tokenizers_and_give_reasons() -> None:
     texts = Texts(["Да"], [["Да"]], tokenizer="intl")
     rouge = [METRICS[name] for name in ("rouge1", "rouge2")]
-    assert values_of(rouge, texts) == {
-        "rouge1": 100,
-        "rouge2": None,
-        "unavailable": {"rouge2": "no reference has two words that it counts"},
-    }
+    reason = {"rouge2": "no reference has two words that it counts"}
+    assert values_of(rouge, texts) == {"rouge1": 100, "rouge2": None, "unavailable": reason}
     with pytest.raises(NotAvailableError, match="ROUGE-1: not computable, because its words consist of a-z and 0-9"):
         values_of(rouge, Texts(["Да"], [["Да"]]))
 

@@ -33,13 +33,8 @@ DATA = f"data.options={{train_size: 60, validation_size: {VALIDATION}, test_size
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(
-        tmp_path_factory.mktemp("run") / "finished",
-        "train.max_steps=6",
-        "schedule.over=decode",
-        "schedule.batch_size=1",
-        DATA,
-    )
+    changes = ["train.max_steps=6", "schedule.over=decode", "schedule.batch_size=1", DATA]
+    return train_small(tmp_path_factory.mktemp("run") / "finished", *changes)
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +76,8 @@ def test_a_search_writes_all_files_and_the_default_is_the_first_trial(checkpoint
     assert rows[0]["speed_over_default"] == 1
     assert SkipSchedule.load(found / "winner.json").to_dict() == rows[report["winner"]]["schedule"]
     assert report["trained_on"] == 0
-    assert (
-        f"| {'0 (default, winner)' if report['winner'] == 0 else '0 (default)'} |" in (found / "search.md").read_text()
-    )
+    named = "0 (default, winner)" if report["winner"] == 0 else "0 (default)"
+    assert f"| {named} |" in (found / "search.md").read_text()
 
 
 def test_half_of_the_other_schedules_are_dropped_after_each_rung_and_the_default_is_kept(found: Path) -> None:
@@ -102,10 +96,9 @@ def test_search_scores_equal_those_of_decoding_every_prompt_separately(checkpoin
 
     def alone(schedule: SkipSchedule, prompt: str) -> str:
         inputs = tokenizer(prompt, return_tensors="pt")
+        request = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": TOKENS}
         with torch.inference_mode():
-            ids = model.generate(
-                **inputs, custom_generate=skip_generate, schedule=schedule, max_new_tokens=TOKENS, do_sample=False
-            )
+            ids = model.generate(**inputs, **request, do_sample=False)
         return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
     references = [example.references for example in examples]
@@ -141,15 +134,15 @@ def test_a_killed_search_continues_and_decodes_nothing_twice(
         log.write('[["batch", "4"], {"prompts": [1, 2')  # an incomplete line, as after a crash of the machine
     assert main(arguments(checkpoint, tmp_path / "again")) == 0
     assert len(decoded) == len(set(decoded))
-    assert (
-        main(arguments(checkpoint, tmp_path / "again")) == 0
-    )  # finished: the report is written again without decoding
-    before, after = report_of(found), report_of(tmp_path / "again")
+    # Finished: the report is written again without decoding.
+    assert main(arguments(checkpoint, tmp_path / "again")) == 0
     timed = ("speedup", "speedup_quartiles", "speed_over_default")
-    assert [{k: v for k, v in row.items() if k not in timed} for row in before["trials"]] == [
-        {k: v for k, v in row.items() if k not in timed} for row in after["trials"]
-    ]
-    assert len(decoded) == len(set(decoded)) == sum(row["prompts"] for row in after["trials"]) + VALIDATION
+    before, after = (
+        [{k: v for k, v in row.items() if k not in timed} for row in report_of(folder)["trials"]]
+        for folder in (found, tmp_path / "again")
+    )
+    assert before == after
+    assert len(decoded) == len(set(decoded)) == sum(row["prompts"] for row in after) + VALIDATION
 
 
 def test_a_continued_search_keeps_its_weight_format_independently_of_free_memory(
@@ -187,9 +180,8 @@ def test_the_winner_file_works_in_recipes_and_in_evaluations(checkpoint: Path, f
 def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, tmp_path: Path) -> None:
     few = {"trials": 3, "limit": 4, "max-new-tokens": 4}
     assert main(arguments(checkpoint, tmp_path / "layers", speedup=None, **{"mean-layers": 4, **few})) == 0
-    assert all(
-        SkipSchedule.from_dict(row["schedule"]).mean_budget(34) <= 4 for row in report_of(tmp_path / "layers")["trials"]
-    )
+    schedules = [SkipSchedule.from_dict(row["schedule"]) for row in report_of(tmp_path / "layers")["trials"]]
+    assert all(schedule.mean_budget(34) <= 4 for schedule in schedules)
     words = arguments(checkpoint, tmp_path / "clock", **{**few, "speedup": 2, "metric": "rougeL"})
     assert main([*words, "--calibrate", "--placements", "top", "ends"]) == 0
     report = report_of(tmp_path / "clock")
@@ -208,7 +200,6 @@ def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, t
         ({"speedup": None, "mean-layers": 8}, "--mean-layers is 8: it must be below the model's 8 layers"),
         ({"speedup": 5, "warmup": 5}, "no schedule besides the default reaches the target in this space"),
         ({"trials": 1}, "--trials is 1: it must be at least 2"),
-        ({"batch-size": 0}, "--batch-size is 0"),
         ({"limit": 1}, "--limit is 1: it must be at least 2"),
         ({"max-new-tokens": 1}, "--max-new-tokens is 1: it must be at least 2"),
         ({"warmup": 0}, "--warmup is [0]: numbers must be different and at least 1"),
@@ -220,7 +211,6 @@ def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, t
         ({"task-option": "validation_size="}, "--task-option 'validation_size=': expected key=value"),
         ({"task-option": "validation_size=few"}, "validation_size is 'few'"),
         ({"task-option": "path=x"}, "--task-option path: set the folder of the task's files with --data-dir"),
-        ({"task-option": "holdout"}, "--task-option 'holdout': expected key=value"),
         ({"task-option": "validation_sise=3"}, "unknown option of the task 'departures'"),
         ({"task": "departures"}, "isn't a checkpoint"),
     ],
@@ -228,9 +218,8 @@ def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, t
 def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
     checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str, capsys: Any
 ) -> None:
-    assert (
-        main(arguments(tmp_path if changes == {"task": "departures"} else checkpoint, tmp_path / "out", **changes)) == 2
-    )
+    folder = tmp_path if changes == {"task": "departures"} else checkpoint
+    assert main(arguments(folder, tmp_path / "out", **changes)) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("error: ")  # below the progress bar of model loading
     assert message in error.splitlines()[-1]
@@ -268,9 +257,7 @@ def test_a_search_warns_of_validation_data_seen_in_training_and_refuses_missing_
 ) -> None:
     data = tmp_path / "e2e"
     data.mkdir()
-    rows = [
-        f'"name[Place {n}], area[riverside]","Place {n} is by the river, {word}."' for n in range(8) for word in "ab"
-    ]
+    rows = [f'"name[Place {n}], area[riverside]","Place {n} is near, {word}."' for n in range(8) for word in "ab"]
     (data / "devset.csv").write_text("\n".join(["mr,ref", *rows]) + "\n")
     trained = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns(CHECKSUMS_FILE))
     config = SkipConfig.load(trained)
@@ -286,9 +273,8 @@ def test_a_search_warns_of_validation_data_seen_in_training_and_refuses_missing_
     assert main(arguments(trained, tmp_path / "one", **words, **{"task-option": "holdout=1"})) == 2
     assert "has a single prompt" in capsys.readouterr().err
     assert main(arguments(trained, tmp_path / "seen", **words, **{"task-option": "holdout=3"})) == 0
-    assert "WARNING: the checkpoint was trained on 3 of these 3 validation prompts" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "WARNING: the checkpoint was trained on 3 of these 3 validation prompts" in said
     assert "WARNING" in (tmp_path / "seen" / "search.md").read_text()
     remember(holdout=3)
     assert main(arguments(trained, tmp_path / "new", **words)) == 0

@@ -59,12 +59,7 @@ SAID = {
         "low": ["1 out of 5", "one star", "a low customer rating", "poorly rated", "customers rate it 1 out of 5"],
         "middle": ["3 out of 5", "three stars", "an average customer rating", "the customer rating is average"],
         "high": [
-            "5 out of 5",
-            "5-star",
-            "highly rated",
-            "a high customer rating",
-            "well-rated",
-            "5/5",
+            *("5 out of 5", "5-star", "highly rated", "a high customer rating", "well-rated", "5/5"),
             "five out of five",
         ],
     },
@@ -123,10 +118,8 @@ def test_the_words_of_names_do_not_state_other_slots() -> None:
 
 def test_the_slot_error_rate_is_the_sum_of_errors_over_the_sum_of_slots() -> None:
     # 8 slots with one missing and 2 with none: 1 of 10, and not the mean of 1/8 and 0.
-    statistics = slot_error_rate(
-        [RIGHT.replace("cheap, ", ""), "Aromi by the river"], [FULL, "name[Aromi], area[riverside]"]
-    )
-    assert statistics.value == pytest.approx(10)
+    texts, meanings = [RIGHT.replace("cheap, ", ""), "Aromi by the river"], [FULL, "name[Aromi], area[riverside]"]
+    assert slot_error_rate(texts, meanings).value == pytest.approx(10)
 
 
 def test_a_meaning_is_parsed_from_a_prompt_without_placeholders() -> None:
@@ -152,9 +145,7 @@ def test_examples_have_meanings_without_placeholders(tmp_path: Path) -> None:
 
 def test_references_by_people_contradict_few_meanings(shared_data: Path) -> None:
     examples = load_task("e2e", path=str(shared_data / "e2e")).load("test")
-    found = [
-        slot_errors(reference, parse_mr(example.meaning)) for example in examples for reference in example.references
-    ]
+    found = [slot_errors(text, parse_mr(example.meaning)) for example in examples for text in example.references]
     slots = sum(errors.slots for errors in found)
     assert sum(len(errors.wrong) for errors in found) / slots < 0.02
     assert sum(len(errors.added) + len(errors.repeated) for errors in found) / slots < 0.005

@@ -79,17 +79,15 @@ def test_another_value_in_a_dialogue_act_counts_as_wrong_or_added(
 def test_the_names_of_a_game_and_its_developer_do_not_state_other_slots() -> None:
     act = "suggest(name[The Room Linux PC 1994], developer[Nintendo EAD])"
     assert found("Have you played The Room Linux PC 1994 by Nintendo EAD?", act) == {}
-    assert found("Have you played The Room Linux PC 1994 by Nintendo EAD on Linux?", act) == {
-        "added": ("has_linux_release",)
-    }
+    added = {"added": ("has_linux_release",)}
+    assert found("Have you played The Room Linux PC 1994 by Nintendo EAD on Linux?", act) == added
 
 
 def test_a_requested_slot_does_not_need_a_value() -> None:
     assert found("Which platform do you like?", "request_attribute(platforms[])") == {}
     assert found("Do you hate Linux games?", "verify_attribute(has_linux_release[yes])") == {}
-    assert found("Do you hate games?", "verify_attribute(has_linux_release[yes])") == {
-        "missing": ("has_linux_release",)
-    }
+    missing = {"missing": ("has_linux_release",)}
+    assert found("Do you hate games?", "verify_attribute(has_linux_release[yes])") == missing
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,7 @@ def test_every_sequence_gets_its_given_length_by_continuing_or_truncating_its_ow
     system = full_depth if confidence is None else CalmSystem("calm", checkpoint, Threshold(confidence))
     prompts, lengths = [[5, 6, 7, 8], [9, 10], [11, 12, 13]], [3, 9, 1]
     prompt = model.generate(torch.tensor([prompts[1]]), max_new_tokens=9, do_sample=False, eos_token_id=None)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(
-        int(prompt[0, 6])
-    )  # its fifth token, so its own output is shorter
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(prompt[0, 6]))  # so its own output is shorter
     found = system.decode(prompts, max_new_tokens=20, lengths=lengths)
     assert found.lengths == lengths
     assert (found.steps, found.tokens) == (8, 2 + 8)
@@ -59,9 +57,8 @@ def test_every_sequence_gets_its_given_length_by_continuing_or_truncating_its_ow
     if confidence != 0.0:  # at full depth the output is that of transformers
         assert system.decode(prompts, max_new_tokens=20).lengths[1] <= 5
         for text, ids, length in zip(found.texts, prompts, lengths, strict=True):
-            alone = model.generate(
-                torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=1
-            )
+            request = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+            alone = model.generate(torch.tensor([ids]), **request)
             assert text == tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
 
 
@@ -74,9 +71,7 @@ def test_outputs_of_one_token_take_no_decode_step(tmp_path: Path, kind: type[Ski
     assert found.steps == found.layers == found.batch_layers == found.read_bytes == 0
 
 
-def test_a_calibration_during_an_evaluation_covers_its_prompt_and_output_lengths(
-    tmp_path: Path,
-) -> None:
+def test_a_calibration_during_an_evaluation_covers_its_prompt_and_output_lengths(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "model", 2)), None, torch.device("cpu"))
     config = SkipConfig(solver={"horizon": 8, "prompt_length": 40})
     prompts = [[4] * 3, [4] * 5, [4] * 30]

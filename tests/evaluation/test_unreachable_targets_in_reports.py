@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_runs import predictions
 from rich.console import Console
 from small_checkpoints import save_checkpoint
 
@@ -57,11 +58,6 @@ def planned(found: Profile) -> float:
     return int(100 * max(cost.speedup(schedule) for schedule in TRAINED.values())) / 100
 
 
-def texts(output: Path, label: str) -> list[str]:
-    lines = (output / "predictions" / f"{label}.jsonl").read_text().splitlines()
-    return [json.loads(line)["prediction"] for line in lines]
-
-
 def test_an_evaluation_marks_unreachable_targets_in_every_table_and_strict_refuses_them(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any
 ) -> None:
@@ -82,8 +78,8 @@ def test_an_evaluation_marks_unreachable_targets_in_every_table_and_strict_refus
     assert by_label["3x"].planned_speedup == by_label["lossless-3x"].planned_speedup == planned(profile)
     assert by_label["3x"].schedule == by_label["lossless-3x"].schedule == TRAINED[4.0].to_dict()
     assert by_label["1.5x"].planned_speedup is by_label["1x"].planned_speedup is None
-    assert texts(output, "3x") == texts(output, "fastest")
-    assert texts(output, "lossless-3x") == texts(output, "1x")
+    assert predictions(output, "3x") == predictions(output, "fastest")
+    assert predictions(output, "lossless-3x") == predictions(output, "1x")
     markdown = (output / "report.md").read_text()
     assert markdown.count(mark) == 2, "in the table, and in that by batch size"
     assert (
@@ -127,20 +123,15 @@ def test_a_search_for_an_unreachable_target_uses_the_speed_of_the_fastest_traine
     assert default["schedule"] == TRAINED[4.0].to_dict()
     assert all(row["predicted_speedup"] >= default["predicted_speedup"] for row in report["trials"])
     markdown = (tmp_path / "found" / "search.md").read_text()
-    assert (
-        "3x can't be reached on this machine: the default is the fastest schedule that the checkpoint was trained"
-        in markdown
-    )
+    assert "3x can't be reached on this machine: the default is the fastest schedule that the" in markdown
 
 
 def test_a_disturbed_calibration_during_an_evaluation_prints_a_warning(
     trained: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     model, tokenizer = load(str(trained))
-    for share, said in (
-        (0.4, "warning: the rounds disagree by up to 40% (batch size 3, prompt length 20)"),
-        (0.04, ""),
-    ):
+    warning = "warning: the rounds disagree by up to 40% (batch size 3, prompt length 20)"
+    for share, said in ((0.4, warning), (0.04, "")):
         measured = Calibration(profile, (Spread(3, 20, share),))
         monkeypatch.setattr("eval.lineup.measure_profile", lambda *_, measured=measured, **__: measured)
         checkpoint = Checkpoint(str(trained), model, tokenizer, "packed")

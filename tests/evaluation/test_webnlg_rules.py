@@ -97,10 +97,9 @@ def test_the_score_of_a_part_is_labelled_with_its_metric_and_part() -> None:
     assert metric_named("nist:seen").decimals == METRICS["nist"].decimals
     shown = short(dict.fromkeys(["rougeL", "rougeL:seen", "bleu", "bleu:seen", "bleu:unseen"], 1.0))
     assert [metric.name for metric in shown] == ["bleu", "bleu:seen", "bleu:unseen", "rougeL"]
-    for name in ("blue:seen", "bleu:", "bleu:<b>", "bleu:se en"):
-        if name != "bleu:":
-            with pytest.raises(ConfigError, match="unknown metric"):
-                metric_named(name)
+    for name in ("blue:seen", "bleu:<b>", "bleu:se en"):
+        with pytest.raises(ConfigError, match="unknown metric"):
+            metric_named(name)
     with pytest.raises(ConfigError, match="unknown metric 'bleu:seen'"):
         score(["a"], [["a"]], ["bleu:seen"])
 
@@ -135,10 +134,8 @@ def test_outputs_in_text_and_table_files_are_matched_with_the_test_split_in_orde
     options = ["--task", "e2e", "--data-dir", str(e2e_folder(tmp_path)), "--metrics", "rougeL", "slot_error_rate"]
     lines, table = tmp_path / "system.txt", tmp_path / "system.tsv"
     lines.write_text("Aromi is by the river.\nZizzi is cheap.\n", encoding="utf-8")
-    table.write_text(
-        'MR\toutput\n"area[riverside], name[Aromi]"\tAromi is by the river.\nname[Zizzi]\tZizzi is cheap.\n',
-        encoding="utf-8",
-    )
+    rows = '"area[riverside], name[Aromi]"\tAromi is by the river.\nname[Zizzi]\tZizzi is cheap.\n'
+    table.write_text(f"MR\toutput\n{rows}", encoding="utf-8")
     first, second = scored(lines, tmp_path / "1.json", *options), scored(table, tmp_path / "2.json", *options)
     assert first["slot_error_rate"] == second["slot_error_rate"] == pytest.approx(100 / 3)  # a price is added
     assert first["rougeL"] == second["rougeL"] == pytest.approx(100 * (1 + 0.5) / 2)
@@ -151,11 +148,7 @@ def test_outputs_in_text_and_table_files_are_matched_with_the_test_split_in_orde
         (lines, "one\n", "has 1 outputs, but the test split of e2e has 2"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "output 1 is for 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
-        (
-            table,
-            f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n",
-            "has 1 outputs, but the test split of e2e has 2",
-        ),
+        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "has 1 outputs, but the test split of e2e has 2"),
     ):
         file.write_text(text, encoding="utf-8")
         assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2

@@ -44,12 +44,8 @@ def test_a_round_of_the_kernels_accepts_what_the_acceptance_rule_accepts(
         ours.prefill(ids)
         first = torch.tensor([tokens[0] for tokens in sequences])
         layers = [schedule.layers_at(n) for n in range(count)]
-        by_kernels = ours.draft(
-            RunningSequences(first, range(3), [0] * 3, [30] * 3, ()),
-            layers,
-            DraftRule([-1.0] * count, [1.0], [1.0]),
-            rounds,
-        )
+        rule = DraftRule([-1.0] * count, [1.0], [1.0])
+        by_kernels = ours.draft(RunningSequences(first, range(3), [0] * 3, [30] * 3, ()), layers, rule, rounds)
         assert by_kernels is not None
         for drafted, accepted in zip(by_kernels.drafted, by_kernels.accepted, strict=True):
             assert drafted == [count] * 3

@@ -17,14 +17,8 @@ kinds = st.sampled_from(sorted(OPT_KINDS))
 
 
 def decode(model, ids, mask, schedule, new_tokens):
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        custom_generate=skip_generate,
-        schedule=schedule,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-    )
+    request = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": new_tokens, "do_sample": False}
+    output = model.generate(ids, attention_mask=mask, **request)
     return [up_to_end(row, END) for row in output[:, ids.shape[1] :].tolist()]
 
 

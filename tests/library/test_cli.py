@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,13 @@ def expected(checkpoint: Path, prompts: list[str], **how: Any) -> list[str]:
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def schedule_of(checkpoint: Path, speedup: float) -> SkipSchedule:
+    model, _ = skipdecode.load(str(checkpoint))
+    config = SkipConfig.of(model.config)
+    assert config is not None
+    return config.plan_for(skipdecode.CostModel.of(model), speedup).schedule
+
+
 def test_standard_input_that_is_no_utf8_gets_a_one_line_error(
     checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,9 +91,8 @@ def test_prompts_can_be_arguments_or_lines_of_a_file_or_of_standard_input(
     assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, "--file", str(file)]) == 0
     assert output(capsys)[0] == texts
     for words in ([], ["--file", "-"]):
-        monkeypatch.setattr(
-            sys, "stdin", io.StringIO("\ufeff" + file.read_text())
-        )  # some editors write a byte order mark
+        # Some editors write a byte order mark.
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + file.read_text()))
         assert main(["generate", "--speedup", "2", *SHORT, str(checkpoint), *words]) == 0
         assert output(capsys)[0] == texts
 
@@ -100,12 +107,7 @@ def test_json_output_has_the_number_of_tokens_and_mean_layers(
     found = [json.loads(line) for line in out]
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
-    model, _ = skipdecode.load(str(checkpoint))
-    schedule = (
-        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
-        .plan_for(skipdecode.CostModel.of(model), 3)
-        .schedule
-    )  # type: ignore[union-attr]
+    schedule = schedule_of(checkpoint, 3)
     for line in found:
         steps = line["tokens"] - 1
         assert line["layers"] == pytest.approx(sum(schedule.budget(i) for i in range(steps)) / steps)
@@ -126,11 +128,12 @@ def test_generate_decodes_with_a_schedule_file_in_batches(checkpoint: Path, tmp_
     assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
 
 
-def with_settings(checkpoint: Path, folder: Path, **settings: Any) -> Path:
-    """A copy whose generation_config.json has these settings."""
-    shutil.copytree(checkpoint, folder)
-    file = folder / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+def changed(checkpoint: Path, folder: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """A copy of a checkpoint in which a JSON file is changed."""
+    file = shutil.copytree(checkpoint, folder) / name
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
     return folder
 
 
@@ -141,7 +144,8 @@ def test_the_checkpoints_own_stop_strings_end_each_sequence_of_a_batch(
     decoder = Decoder(model, tokenizer, 9)
     plain = decoder.decode(PROMPTS, decoder.plan(1).schedule).completions
     stop = next(text for token in plain[0].ids[2:] if (text := tokenizer.decode([token])).isascii())
-    folder = with_settings(checkpoint, tmp_path / "own", stop_strings=[stop], return_dict_in_generate=True)
+    own = {"stop_strings": [stop], "return_dict_in_generate": True}
+    folder = changed(checkpoint, tmp_path / "own", "generation_config.json", lambda values: values.update(own))
     assert main(["generate", str(folder), *TYPED, *SHORT, "--speedup", "1", "--json"]) == 0
     found = [json.loads(line) for line in output(capsys)[0]]
     lengths = []
@@ -150,12 +154,6 @@ def test_the_checkpoints_own_stop_strings_end_each_sequence_of_a_batch(
         lengths.append(next((n for n, text in enumerate(texts, start=1) if stop in text), len(texts)))
         assert (line["text"], line["tokens"]) == (texts[lengths[-1] - 1], lengths[-1])
     assert lengths[0] < lengths[1]  # otherwise nothing was cut off
-
-
-def test_a_checkpoint_with_token_healing_is_refused(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    folder = with_settings(checkpoint, tmp_path / "own", token_healing=True)
-    assert main(["generate", str(folder), *TYPED, *SHORT]) == 2
-    refused(capsys, "token_healing is True")
 
 
 def test_lossless_output_is_that_of_full_depth_and_reports_the_layers_that_ran(
@@ -193,12 +191,7 @@ def test_info_shows_what_each_speedup_costs(checkpoint: Path, capsys: Any) -> No
     out, _ = output(capsys)
     assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
     assert "on the task departures" in out
-    model, _ = skipdecode.load(str(checkpoint))
-    schedule = (
-        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
-        .plan_for(skipdecode.CostModel.of(model), 2.5)
-        .schedule
-    )  # type: ignore[union-attr]
+    schedule = schedule_of(checkpoint, 2.5)
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
     assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
     assert fast[1:7] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6", "6"]
@@ -349,43 +342,23 @@ def test_only_newlines_separate_prompts_and_each_json_object_is_one_line(
     assert [json.loads(line)["text"] for line in out] == texts
 
 
-def broken(checkpoint: Path, folder: Path, change: str) -> Path:
-    shutil.copytree(checkpoint, folder)
-    if change == "tokenizer":
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-    elif change == "damaged tokenizer":
-        (folder / "tokenizer.json").write_text('{"version": ')
-    elif change == "weights":
-        (folder / "model.safetensors").write_bytes(b"\x07" * 400)
-    elif change == "config":
-        (folder / "config.json").write_text("{")
-    elif change == "schedules":
-        values = json.loads((folder / "config.json").read_text())
-        del values["skipdecode"]["solver"]
-        (folder / "config.json").write_text(json.dumps(values))
-    elif change == "untrained":
-        values = json.loads((folder / "config.json").read_text())
-        del values["skipdecode"]
-        (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("files", "content", "message"),
     [
-        ("tokenizer", "has no tokenizer that can be loaded"),
-        ("damaged tokenizer", "has no tokenizer that can be loaded"),
-        ("weights", "can't be loaded as a causal language model"),
-        ("config", "can't be loaded as a causal language model"),
-        ("schedules", "is damaged (KeyError: 'solver')"),
-        ("untrained", "doesn't say what schedules it was trained for"),
+        ("tokenizer*", "", "has no tokenizer that can be loaded"),
+        ("tokenizer.json", '{"version": ', "has no tokenizer that can be loaded"),
+        ("model.safetensors", "\x07" * 400, "can't be loaded as a causal language model"),
+        ("config.json", "{", "can't be loaded as a causal language model"),
+        ("config.json", lambda values: values["skipdecode"].pop("solver"), "is damaged (KeyError: 'solver')"),
+        ("config.json", lambda values: values.pop("skipdecode"), "doesn't say what schedules it was trained for"),
     ],
 )
 def test_a_broken_checkpoint_gets_a_one_line_error(
-    checkpoint: Path, tmp_path: Path, capsys: Any, change: str, message: str
+    checkpoint: Path, tmp_path: Path, capsys: Any, files: str, content: Any, message: str
 ) -> None:
-    folder = broken(checkpoint, tmp_path / "broken", change)
+    folder = changed(checkpoint, tmp_path / "broken", "config.json", content if callable(content) else dict)
+    for file in [] if callable(content) else folder.glob(files):
+        file.write_text(content)
     assert main(["generate", str(folder), TYPED[0], "--speedup", "2"]) == 2
     refused(capsys, message)
 
@@ -413,48 +386,32 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["generate", "CHECKPOINT", "a", "--device", "cuda:9"], "--device is 'cuda:9'"),
         (["generate", "CHECKPOINT", "a", "--file", "prompts.txt"], "use only one"),
-        (["generate", "CHECKPOINT", "--file", "nowhere.txt"], "--file 'nowhere.txt' can't be read"),
         (["generate", "CHECKPOINT"], "standard input has no prompts"),
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json"], "12 layers"),
-        (
-            ["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"],
-            "leave --speedup, --over and --strict out",
-        ),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"], "leave --speedup, --over and"),
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--over", "all"], "leave --speedup, --over"),
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--strict"], "leave --speedup, --over and --stri"),
         (["calibrate", "CHECKPOINT", "--batch-size", "1", "0"], "--batch-size is 0"),
         (["calibrate", "CHECKPOINT", "--prompt-length", "-3"], "--prompt-length is -3"),
-        (
-            ["calibrate", "CHECKPOINT", "--prompt-length", "8", "109"],
-            "--prompt-length is 109: it must be at most 108",
-        ),
+        (["calibrate", "CHECKPOINT", "--prompt-length", "8", "109"], "is 109: it must be at most 108"),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
         (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' isn't a checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
         (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
-        (["compare", "CHECKPOINT", "a", "--speedup", "2", "nan"], "--speedup is nan"),
         (["compare", "CHECKPOINT", "a", "--speedup", "2", "2"], "the targets must differ"),
-        (["generate", "CHECKPOINT", "a", "--speedup", "inf"], "--speedup is inf"),
-        (["generate", "CHECKPOINT", "a", "--batch-size", "-5"], "--batch-size is -5"),
         (["generate", "CHECKPOINT", "a", "--temperature", "1e-300"], "--temperature is 1e-300"),
         (["generate", "CHECKPOINT", "a", "--temperature", "1", "--seed", "-1"], "--seed is -1"),
         (["generate", "CHECKPOINT", "a", "--seed", "3"], "--seed is 3 without sampling: give --temperature or --top-p"),
         (["generate", "CHECKPOINT", "a", "--seed", "0"], "--seed is 0 without sampling"),
         (["generate", "CHECKPOINT", "a", "--lossless", "--over", "all"], "--over is all without --speedup"),
         (["generate", "CHECKPOINT", "a", "--order", "order.json"], "--order needs --lossless"),
-        (
-            ["generate", "CHECKPOINT", "a", "--lossless", "--order", "nowhere.json"],
-            "order file 'nowhere.json' can't be",
-        ),
+        (["generate", "CHECKPOINT", "a", "--lossless", "--order", "nowhere.json"], "order file 'nowhere.json' can't"),
         (["generate", "CHECKPOINT", "a", "--device", "meta"], "--device is 'meta'"),
         (["generate", "CHECKPOINT", "a", "--stream", "--json"], "leave --json out"),
         (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is not valid UTF-8"),
         (["generate", "CHECKPOINT", "--file", "latin.txt"], "--file 'latin.txt' can't be read"),
         (["generate", "CHECKPOINT", "--json", "--file", "deep.json"], "line 1: expected a JSON object"),
         (["generate", "CHECKPOINT", "--json", "--file", "endless.json"], "line 1: expected a JSON object"),
-        (["generate", "CHECKPOINT", "a", "--schedule", "deep.json"], "nested too deeply"),
-        (["generate", "CHECKPOINT", "a", "--schedule", "far.json"], "horizon is 1000000000"),
-        (["generate", "", "a"], "the name of the checkpoint is empty"),
         (["info", "CHECKPOINT", "--batch-size", "-5"], "--batch-size is -5"),
         (["info", "CHECKPOINT", "--speedup", "nan"], "--speedup is nan"),
         (["info", "CHECKPOINT", "--prompt-length", "100000"], "the model has 128 positions"),
@@ -467,7 +424,6 @@ def test_an_invalid_option_gets_a_one_line_error_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n \n"))
     Path("other.json").write_text(SkipSchedule(12, 6, 2).to_json())
-    Path("far.json").write_text(SkipSchedule(6, 3, 2, horizon=7).to_json().replace(": 7", ": 1000000000"))
     Path("latin.txt").write_bytes("Café".encode("latin-1"))
     Path("deep.json").write_text("[" * 100_000)
     Path("endless.json").write_text('{"prompt": ' + "9" * 5_000 + "}")

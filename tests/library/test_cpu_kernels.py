@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,8 @@ if kernels() is None:
 @functools.cache
 def usable() -> list[str]:
     """The instruction sets that this processor has, read from the message that refuses an unknown one."""
-    code = "from skipdecode.kernels.cpu import kernels; kernels()"
-    refused = subprocess.run(
-        [sys.executable, "-c", code], env={CHOICE: "abacus"}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", "from skipdecode.kernels.cpu import kernels; kernels()"]
+    refused = subprocess.run(command, env={CHOICE: "abacus"}, capture_output=True, text=True, check=False)
     names = ("amx", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx2", "generic")
     return [name for name in names if name in refused.stderr]
 
@@ -48,18 +47,15 @@ def instructions(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         yield request.param
 
 
-class chosen:
+@contextmanager
+def chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A context in which kernels of one instruction set are used, or none."""
-
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._name, self._patch = name, monkeypatch
-
-    def __enter__(self) -> None:
-        self._patch.setenv(CHOICE, self._name)
-        native.kernels.cache_clear()
-
-    def __exit__(self, *error: Any) -> None:
-        self._patch.undo()
+    monkeypatch.setenv(CHOICE, name)
+    native.kernels.cache_clear()
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
         native.kernels.cache_clear()
 
 
@@ -194,10 +190,8 @@ def test_many_inputs_are_added_up_in_parts_and_the_bias_is_added_once(instructio
     expected = hidden.double() @ weight.double().T + bias.double()
     linear = NativeLinear(weight, bias, kind)
     found = linear(hidden)
-    close = {None: 0.5, "int8": 2.5, "int4": 15.0}[
-        kind
-    ]  # the sums have a standard deviation of 46, and their weights are rounded
-    torch.testing.assert_close(found.double(), expected, atol=close, rtol=1e-2)
+    # The sums have a standard deviation of 46, and their weights are rounded.
+    torch.testing.assert_close(found.double(), expected, atol={None: 0.5, "int8": 2.5, "int4": 15.0}[kind], rtol=1e-2)
     if kind:
         assert torch.equal(found, torch.cat([linear(row[None]) for row in hidden]))
 
@@ -210,11 +204,20 @@ def logits_of(decoder: FastDecoder, lengths: list[int], steps: int = 4, stop: in
     inputs = decoder.step_inputs(mask, steps)
     found = [decoder.prefill(ids, layers, cache, mask, stop=stop)]
     for step in range(steps):
-        used = layers if step < 2 else layers[-3:]
-        found.append(
-            decoder(torch.tensor([7 + step + 5 * row for row in range(len(lengths))]), used, cache, inputs(step))
-        )
+        tokens = torch.tensor([7 + step + 5 * row for row in range(len(lengths))])
+        found.append(decoder(tokens, layers if step < 2 else layers[-3:], cache, inputs(step)))
     return found
+
+
+def decoders_of(name: str, dtype: torch.dtype) -> tuple[FastDecoder, FastDecoder, FastDecoder]:
+    """With kernels, with torch's operators, and with these in float32, of the same weights."""
+    model = copy.deepcopy(tiny(name)).to(dtype)
+    with torch.inference_mode():
+        ours, reference = FastDecoder(model, "packed"), FastDecoder(model, "model")
+        exact = FastDecoder(copy.deepcopy(model).float(), "model")
+    assert ours._native is not None
+    ours._native.max_tokens = 512
+    return ours, reference, exact
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,24 +226,15 @@ def test_prompts_and_steps_of_every_family_equal_those_of_torchs_operators(
     name: str, dtype: torch.dtype, instructions: str
 ) -> None:
     """In bfloat16 they are about as close to float32 with the same weights as torch's are."""
-    model = tiny(name)
-    weights = copy.deepcopy(model.state_dict())
-    try:
-        model.to(dtype)
+    decoders = decoders_of(name, dtype)
+    for lengths, stop in (([5, 12, 3], None), ([5, 12, 3], 2), ([6, 6], 3)):
         with torch.inference_mode():
-            ours, reference = FastDecoder(model, "packed"), FastDecoder(model, "model")
-            exact = FastDecoder(copy.deepcopy(model).float(), "model")
-            assert ours._native is not None
-            ours._native.max_tokens = 512
-            for lengths, stop in (([5, 12, 3], None), ([5, 12, 3], 2), ([6, 6], 3)):
-                several = (logits_of(decoder, lengths, stop=stop) for decoder in (ours, reference, exact))
-                for mine, theirs, right in zip(*several, strict=True):
-                    if dtype == torch.float32:
-                        torch.testing.assert_close(mine, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
-                    off, theirs_off = (float((each.float() - right).norm() / right.norm()) for each in (mine, theirs))
-                    assert off <= (1e-5 if dtype == torch.float32 else 2 * theirs_off)
-    finally:
-        model.float().load_state_dict(weights)
+            several = [logits_of(decoder, lengths, stop=stop) for decoder in decoders]
+        for mine, theirs, right in zip(*several, strict=True):
+            if dtype == torch.float32:
+                torch.testing.assert_close(mine, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+            off, theirs_off = (float((each.float() - right).norm() / right.norm()) for each in (mine, theirs))
+            assert off <= (1e-5 if dtype == torch.float32 else 2 * theirs_off)
 
 
 def test_bfloat16_prompts_use_torch_where_widths_are_no_multiple_of_a_tile(instructions: str) -> None:
@@ -277,31 +271,21 @@ def test_long_prompts_equal_those_of_torchs_operators_and_a_row_of_many_equals_t
 
     In bfloat16 they are as near to what float32 gives of the same weights as torch's are.
     """
-    model = tiny(name)
-    weights = copy.deepcopy(model.state_dict())
-    try:
-        model.to(dtype)
-        ours, reference = FastDecoder(model, "packed"), FastDecoder(model, "model")
-        assert ours._native is not None
-        ours._native.max_tokens = 512
-        exact = FastDecoder(copy.deepcopy(model).float(), "model")
-        with torch.inference_mode():
-            for lengths in ([70], [3, 41, 66, 2], [50, 50, 50]):
-                several = [logits_of(decoder, lengths) for decoder in (ours, reference, exact)]
-                for each in (*zip(*several, strict=True), map(torch.cat, several)):  # prompt, steps, and both
-                    mine, theirs, right = (logits.float() for logits in each)
-                    off, theirs_off = (float((found - right).norm() / right.norm()) for found in (mine, theirs))
-                    # Single logits vary: one had 1.4 to 1.65 with every instruction set on processors with AMX.
-                    most = 1.2 if len(mine) > len(lengths) else 2
-                    assert off <= (1e-5 if dtype == torch.float32 else most * theirs_off)
-            ids, mask = ragged_prompts([50, 50, 50], 4)
-            layers = range(len(ours.layers))
-            together = ours.prefill(ids, layers, PlannedCache(SkipSchedule.full_depth(len(layers)), 1), mask)
-            for row in range(3):
-                cache = PlannedCache(SkipSchedule.full_depth(len(layers)), 1)
-                assert torch.equal(together[row], ours.prefill(ids[row : row + 1], layers, cache, mask[:1])[0])
-    finally:
-        model.float().load_state_dict(weights)
+    decoders = decoders_of(name, dtype)
+    with torch.inference_mode():
+        for lengths in ([70], [3, 41, 66, 2], [50, 50, 50]):
+            several = [logits_of(decoder, lengths) for decoder in decoders]
+            for each in (*zip(*several, strict=True), map(torch.cat, several)):  # prompt, steps, and both
+                mine, theirs, right = (logits.float() for logits in each)
+                off, theirs_off = (float((found - right).norm() / right.norm()) for found in (mine, theirs))
+                # Single logits vary: one had 1.4 to 1.65 with every instruction set on processors with AMX.
+                most = 1.2 if len(mine) > len(lengths) else 2
+                assert off <= (1e-5 if dtype == torch.float32 else most * theirs_off)
+        ids, mask = ragged_prompts([50, 50, 50], 4)
+        together = decoders[0].prefill(ids, range(6), PlannedCache(SkipSchedule.full_depth(6), 1), mask)
+        for row in range(3):
+            cache = PlannedCache(SkipSchedule.full_depth(6), 1)
+            assert torch.equal(together[row], decoders[0].prefill(ids[row : row + 1], range(6), cache, mask[:1])[0])
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8", "int4", "int4-int8-head", "int8-int4-head"])

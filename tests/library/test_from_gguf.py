@@ -40,9 +40,8 @@ def test_a_gguf_file_gives_the_model_and_the_tokenizer_that_were_written(folder:
     for token in ("bos_token_id", "eos_token_id"):
         assert getattr(tokenizer, token) == getattr(written_tokenizer, token)
         assert getattr(model.generation_config, token) == getattr(written_tokenizer, token)
-    assert (
-        tokenizer.get_vocab() == written_tokenizer.get_vocab()
-    )  # transformers would add <|endoftext|>, which has no embedding
+    # transformers would add <|endoftext|>, which has no embedding.
+    assert tokenizer.get_vocab() == written_tokenizer.get_vocab()
     torch.testing.assert_close(logits(model, ids), logits(written, ids))
 
 

@@ -9,16 +9,9 @@ import torch
 from decoding_cases import fresh_model
 from fastpath_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_opt
+from tiny_models import END, ragged_prompts, randomised, tiny_config, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    StaticCache,
-)
+from transformers import DynamicCache, MaxLengthCriteria, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.families import FAMILIES, register_family
@@ -46,14 +39,11 @@ def test_a_prompt_of_embeddings_gives_the_output_of_its_tokens(name: str, length
     for schedule in (SCHEDULE, FULL):
         expected = output_of(model, schedule, input_ids=ids, attention_mask=mask)[:, 6:]
         assert torch.equal(output_of(model, schedule, inputs_embeds=embeds, attention_mask=mask), expected)
-        assert torch.equal(
-            output_of(model, schedule, inputs_embeds=embeds, input_ids=ids, attention_mask=mask)[:, 6:], expected
-        )
+        both = output_of(model, schedule, inputs_embeds=embeds, input_ids=ids, attention_mask=mask)
+        assert torch.equal(both[:, 6:], expected)
     if lengths == [6, 6]:
-        assert torch.equal(
-            output_of(model, SCHEDULE, inputs_embeds=embeds), output_of(model, SCHEDULE, input_ids=ids)[:, 6:]
-        )
-    assert torch.equal(output_of(model, FULL, inputs_embeds=embeds, attention_mask=mask), expected)
+        unmasked = output_of(model, FULL, inputs_embeds=embeds)
+        assert torch.equal(unmasked, expected)
     assert torch.equal(expected, output_of(model, None, inputs_embeds=embeds, attention_mask=mask))
 
 
@@ -80,11 +70,10 @@ def test_token_types_continue_after_the_prompt(cache: dict[str, Any]) -> None:
     model = tiny("gpt2")
     ids, mask = ragged_prompts([3, 6], 6)
     types = torch.full_like(ids, 17)
-    theirs = output_of(model, None, input_ids=ids, attention_mask=mask, token_type_ids=types)
-    assert not torch.equal(theirs, output_of(model, None, input_ids=ids, attention_mask=mask))
-    assert torch.equal(
-        output_of(model, FULL, input_ids=ids, attention_mask=mask, token_type_ids=types, **cache), theirs
-    )
+    request = {"input_ids": ids, "attention_mask": mask}
+    theirs = output_of(model, None, **request, token_type_ids=types)
+    assert not torch.equal(theirs, output_of(model, None, **request))
+    assert torch.equal(output_of(model, FULL, **request, token_type_ids=types, **cache), theirs)
 
 
 @pytest.mark.parametrize("placement", ["top", "bottom", "ends"])
@@ -95,21 +84,9 @@ def test_sliding_and_full_layers_give_the_same_output_with_every_kind_of_cache(n
 
 @pytest.mark.parametrize("model_type", ["olmo3", "exaone4"])
 def test_a_registered_family_gives_the_same_output_with_every_kind_of_cache(model_type: str) -> None:
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"] * 2,  # the first layer slides
-        sliding_window=5,
-        pad_token_id=1,
-        bos_token_id=END,
-        eos_token_id=END,
-    )
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+    types = ["sliding_attention", "full_attention", "full_attention"] * 2  # the first layer slides
+    config = tiny_config(model_type, **sizes, layer_types=types)
     register_family(model_type, "model.layers")
     try:
         check_every_cache(randomised(config, seed=2), "top")
@@ -180,9 +157,8 @@ def letters() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="?", pad_token="!", eos_token="?", unk_token="_"
-    )
+    special = {"bos_token": "?", "pad_token": "!", "eos_token": "?", "unk_token": "_"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def test_stop_strings_end_sequences_with_the_tokenizer_passed_to_generate() -> None:
@@ -220,19 +196,20 @@ def test_token_healing_gives_the_output_of_generate() -> None:
         ({"prompt_lookup_num_tokens": 3}, "assisted generation is requested"),
         ({"assistant_model": tiny_opt("opt", 2)}, "assisted generation is requested"),
         ({"schedule": "3x"}, "schedule is a str: pass a SkipSchedule"),
-        ({"schedule": 3}, "schedule is a int: pass a SkipSchedule"),
+        ({"schedule": {**SCHEDULE.to_dict(), "horizn": 3}}, "horizn"),
+        ({"speedup": 2}, "both schedule and speedup are given"),
+        ({"schedule": None, "speedup": 2, "over": ["all"]}, r"over .*\['all'\]"),
         ({"schedule": None, "speedup": [3]}, r"speedup is \[3\]: it must be a number of at least 1"),
         ({"schedule": None, "speedup": "3"}, "speedup is '3': it must be a number of at least 1"),
+        ({"schedule": None, "speedup": 0.5}, "speedup is 0.5: it must be a number of at least 1"),
         ({"schedule": None, "speedup": math.nan}, "speedup is nan: it must be a number of at least 1"),
     ],
 )
 def test_an_unsupported_mode_or_value_is_refused(change: dict[str, Any], message: str) -> None:
     ids, mask = ragged_prompts([6], 6)
-    request = {"schedule": SCHEDULE, **change}
+    request = {"input_ids": ids, "attention_mask": mask, "schedule": SCHEDULE, **change}
     with pytest.raises(ConfigError, match=message):
-        tiny("opt").generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=3, custom_generate=skip_generate, **request
-        )
+        tiny("opt").generate(**request, max_new_tokens=3, custom_generate=skip_generate)
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"weights": "model"}, {"cuda_graphs": True}, {"lossless": True}]
@@ -287,17 +264,8 @@ def test_numpy_numbers_are_accepted_as_schedule_fields_and_speedups() -> None:
     assert torch.equal(output_of(model, schedule, **request), expected)
     model.config.skipdecode = {"format": 2, "schedules": {"2": SCHEDULE.to_dict()}, "solver": {}, "task": {}}
     for speedup in (np.int64(2), np.float32(2.0), 2):
-        assert torch.equal(
-            model.generate(
-                **request,
-                custom_generate=skip_generate,
-                speedup=speedup,
-                max_new_tokens=10,
-                do_sample=False,
-                eos_token_id=None,
-            ),
-            expected,
-        )
+        found = output_of(model, None, **request, custom_generate=skip_generate, speedup=speedup)
+        assert torch.equal(found, expected)
 
 
 def test_a_speedup_is_solved_again_after_the_models_schedules_change() -> None:

@@ -57,9 +57,8 @@ def test_a_layer_of_triton_kernels_equals_one_of_torchs_operations(name: str, ro
             scale = float(expected.abs().max())
             torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
         for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
-            torch.testing.assert_close(
-                ours[:, :, : prompt + 3].float(), theirs[:, :, : prompt + 3], atol=6e-3, rtol=6e-3
-            )
+            written = ours[:, :, : prompt + 3].float()
+            torch.testing.assert_close(written, theirs[:, :, : prompt + 3], atol=6e-3, rtol=6e-3)
 
 
 @pytest.mark.parametrize("device", [HERE, GPU])
@@ -111,9 +110,8 @@ def test_steps_of_triton_kernels_choose_the_tokens_of_torchs_operations(name: st
             generate(model, lengths, schedule, cuda_graphs=graphs, output_logits=True, return_dict_in_generate=True)
             for graphs in (None, False)
         ]
-        same = (
-            scores[0].sequences == scores[1].sequences
-        )  # nearly equal logits may be ordered either way, and sequences differ from there
+        # Nearly equal logits may be ordered either way, and sequences differ from there.
+        same = scores[0].sequences == scores[1].sequences
         for step, (ours, theirs) in enumerate(zip(scores[0].logits, scores[1].logits, strict=True)):
             alike = same[:, : same.shape[1] - len(scores[0].logits) + step].all(dim=1)
             difference = (ours - theirs)[alike].abs().max() if bool(alike.any()) else 0

@@ -48,9 +48,8 @@ def test_the_cache_of_every_family_has_the_predicted_size(model_type: str) -> No
 def test_a_thousand_tokens_at_3x_need_less_than_half_of_the_full_cache() -> None:
     from configs.shapes import random_model, read_shape
 
-    model = random_model(
-        {**read_shape("opt-small", "shape"), "vocab_size": 61, "max_position_embeddings": 1100}, torch.float32
-    )
+    shape = {**read_shape("opt-small", "shape"), "vocab_size": 61, "max_position_embeddings": 1100}
+    model = random_model(shape, torch.float32)
     schedule = solve_schedule(model, 3.0, horizon=1024, prompt_length=16)
     held = planned(model.eval(), schedule, 1, 16, 1024).nbytes
     cost = CostModel.of(model)
@@ -74,9 +73,8 @@ def test_calls_of_many_shapes_leak_no_tensor() -> None:
         rows, prompt, new = (int(torch.randint(1, most, (1,), generator=generator)) for most in (4, 9, 12))
         ids, mask = ragged_prompts([prompt] * rows, call)
         schedule = SkipSchedule(LAYERS, 1 + call % 6, 1, horizon=1 + call % 7)
-        model.generate(
-            input_ids=ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, max_new_tokens=new
-        )
+        request = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": new}
+        model.generate(ids, attention_mask=mask, **request)
         del ids, mask
         if call == 9:
             before = alive()

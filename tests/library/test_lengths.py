@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from drawn_schedules import schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,16 +12,13 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from skipdecode.schedule.lengths import MAX_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
+SCHEDULES = schedules(12, horizon=12)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), st.data())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), SCHEDULES)
 def test_the_predicted_decoding_time_is_the_mean_over_all_possible_batches(
-    sequences: list[int], rows: int, data: st.DataObject
+    sequences: list[int], rows: int, schedule: SkipSchedule
 ) -> None:
-    max_layers = data.draw(st.integers(1, 12))
-    schedule = SkipSchedule(
-        12, max_layers, data.draw(st.integers(1, max_layers)), horizon=data.draw(st.integers(1, 12))
-    )
     lengths = Lengths.of(sequences)
     cost = SIZES.at(batch_size=rows, prompt_length=7, lengths=lengths)
     batches = list(itertools.product(sequences, repeat=rows))
@@ -36,18 +34,17 @@ def test_the_predicted_decoding_time_is_the_mean_over_all_possible_batches(
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=9)
 
 
-@given(PAIRS, st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
+BATCHES = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(PAIRS, st.integers(1, 4), BATCHES, SCHEDULES)
 def test_the_predicted_decoding_time_of_given_prompts_is_the_mean_over_completions_of_prompts_as_long(
-    pairs: list[tuple[int, int]], batches: list[list[int]], data: st.DataObject
+    pairs: list[tuple[int, int]], groups: int, batches: list[list[int]], schedule: SkipSchedule
 ) -> None:
-    lengths = LengthsByPrompt.of(pairs, groups=data.draw(st.integers(1, 4)))
+    lengths = LengthsByPrompt.of(pairs, groups)
     ordered = sorted(completion for _, completion in pairs)
     assert sorted(length for _, found in lengths.groups for length, n in found.counts for _ in range(n)) == ordered
     assert LengthsByPrompt.read(json.loads(json.dumps(lengths.to_list()))) == lengths
-    max_layers = data.draw(st.integers(1, 12))
-    schedule = SkipSchedule(
-        12, max_layers, data.draw(st.integers(1, max_layers)), horizon=data.draw(st.integers(1, 12))
-    )
     cost = SIZES.at(batch_size=3, prompt_length=7, expected_steps=lengths.expected_steps(batches))
 
     def completions_of(prompt: int) -> list[int]:
@@ -62,12 +59,6 @@ def test_the_predicted_decoding_time_of_given_prompts_is_the_mean_over_completio
             rows = [sum(length > i + 1 for length in completions) for i in steps]
             total += sum(cost.step_seconds(schedule.budget(i), i, rows[i]) for i in steps) / len(draws)
     assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
-
-
-def test_prompts_of_one_length_are_in_one_group() -> None:
-    lengths = LengthsByPrompt.of([(4, 2), (4, 9), (4, 3), (7, 5)], groups=4)
-    assert [longest for longest, _ in lengths.groups] == [4, 7]
-    assert lengths.groups[0][1] == Lengths.of([2, 9, 3])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 12)), min_size=1, max_size=60), st.integers(5, 9))

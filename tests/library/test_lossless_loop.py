@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_cases import LAYERS, MODELS, Case, fresh_model
-from drawn_orders import orders
+from drawn_schedules import orders
 from fastpath_cases import MODELS as FAMILIES
 from fastpath_cases import SCHEDULES, tiny
 from hypothesis import event, given, settings
@@ -67,10 +67,11 @@ class Watcher(StoppingCriteria, BaseStreamer):
 
 def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | None = None, **request: Any) -> Any:
     """The outputs of transformers and of lossless decoding, each with the calls that a watcher recorded."""
-    drafts = request.pop("drafts", 3)
+    drafts, counts = request.pop("drafts", 3), request.pop("draft_counts", None)
+    lossless = {"custom_generate": skip_generate, "schedule": draft, "lossless": True, "draft_counts": counts}
     ids, mask = ragged_prompts(lengths, 4)
     found = []
-    for how in ({}, {"custom_generate": skip_generate, "schedule": draft, "lossless": True}):
+    for how in ({}, lossless):
         watcher = Watcher(ends or [1000] * len(lengths))
         watch: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([watcher])} if ends is not None else {}
         if len(lengths) == 1:
@@ -147,51 +148,21 @@ def test_prefix_allowed_tokens_fn_is_called_with_allowed_sequences_only(lengths:
     assert torch.equal(ours, theirs)
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Every pass after the prefill: how many layers it ran, and how many positions of each sequence."""
-    found: list[tuple[int, list[int]]] = []
-    run, choose, draft = LosslessRunner.run, LosslessRunner.choose, LosslessRunner.draft
-
-    def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
-        found.append((len(layers or self.all_layers), list(counts)))
-        return run(self, tokens, starts, counts, layers)
-
-    def noted_steps(self: Any, texts: Any, steps: int) -> Any:
-        chosen = choose(self, texts, steps)
-        for n in range(max(chosen.counts) if chosen is not None else 0):
-            found.append((LAYERS, [int(count > n) for count in chosen.counts]))
-        return chosen
-
-    def noted_rounds(self: Any, texts: Any, layers: Any, *rest: Any) -> Any:
-        drafted = draft(self, texts, layers, *rest)
-        for counts, agreed in zip(*drafted[1:3], strict=True) if drafted is not None else ():
-            for n in range(max(counts)):
-                found.append((len(layers[n]), [int(count > n) for count in counts]))
-            found.append((LAYERS, [0 if same < 0 else 1 + count for count, same in zip(counts, agreed, strict=True)]))
-        return drafted
-
-    monkeypatch.setattr(LosslessRunner, "run", noted)
-    monkeypatch.setattr(LosslessRunner, "choose", noted_steps)
-    monkeypatch.setattr(LosslessRunner, "draft", noted_rounds)
-    return found
-
-
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
-def test_drafts_that_are_always_right_are_all_accepted(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
+def test_drafts_that_are_always_right_are_all_accepted_and_counted(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)  # as exact as full depth
-    (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4)
+    counts = DraftCounts()
+    (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4, draft_counts=counts)
     assert torch.equal(ours, theirs)
-    rows = len(lengths)
-    one_round = [(LAYERS, [1] * rows)] * 4 + [(LAYERS, [5] * rows)]
-    assert passes == [*one_round, *one_round, (LAYERS, [1] * rows)]  # 5 + 5 + 1 tokens follow the prompt's
+    drafts = 8 * len(lengths)  # 5 + 5 + 1 tokens follow the prompt's
+    assert counts == DraftCounts(rounds=3, drafted=drafts, taken=drafts, layers=11 * LAYERS)
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
 def test_drafts_that_are_always_wrong_leave_the_output_and_the_number_of_verifications_unchanged(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LosslessRunner.run
 
@@ -202,9 +173,12 @@ def test_drafts_that_are_always_wrong_leave_the_output_and_the_number_of_verific
     monkeypatch.setattr(LosslessRunner, "run", wrong)
     for name in ("choose", "draft"):
         monkeypatch.setattr(LosslessRunner, name, lambda *_: None)
-    (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
+    counts = DraftCounts()
+    (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths, draft_counts=counts)
     assert torch.equal(ours, theirs)
-    assert sum(layers == LAYERS for layers, _ in passes) == 19
+    assert (counts.rounds, counts.taken) == (19, 0)
+    assert counts.drafted > 0
+    assert 19 * LAYERS < counts.layers < (19 + counts.drafted) * LAYERS
 
 
 def test_a_call_for_one_token_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,32 +216,6 @@ def test_no_padding_token_is_needed_if_no_token_ends_a_sequence() -> None:
     assert torch.equal(ours, model.generate(ids, **request))
 
 
-def test_draft_counts_equal_the_passes_and_drafts_that_ran(passes: list[tuple[int, list[int]]]) -> None:
-    counts = DraftCounts()
-    ids, mask = ragged_prompts(LENGTHS, 4)
-    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[2], "lossless": True, "draft_counts": counts}
-    with drafting("ragged"):
-        tiny("llama").generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, eos_token_id=None, **request)
-    verified = [sum(counted) - sum(map(bool, counted)) for layers, counted in passes if layers == LAYERS]
-    assert counts.rounds == len(verified)
-    assert counts.drafted == sum(verified)
-    assert counts.layers == sum(layers for layers, _ in passes)
-    # A round gives each running sequence one token of full depth, and the drafts that were accepted.
-    given = sum(sum(map(bool, counted)) for layers, counted in passes if layers == LAYERS)
-    assert counts.taken == len(LENGTHS) * 19 - given > 0
-
-
-def test_a_sequence_has_the_same_output_alone_and_in_a_batch() -> None:
-    ids, mask = ragged_prompts(LENGTHS, 4)
-    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, "eos_token_id": None}
-    with drafting(3):
-        batch = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
-    for row, length in enumerate(LENGTHS):
-        prompt, seen = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
-        alone = tiny("gemma").generate(input_ids=prompt, attention_mask=seen, max_new_tokens=16, **request)
-        assert torch.equal(alone[0, length:], batch[row, max(LENGTHS) :])
-
-
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_sampled_output_has_full_depths_distribution(name: str) -> None:
     assert chi_square(*sampled_counts(name, SCHEDULES[0], rows=200, calls=5)) > 1e-3
@@ -278,12 +226,11 @@ def test_accepting_every_draft_is_found_to_change_the_distribution(monkeypatch: 
     assert chi_square(*sampled_counts("llama", SCHEDULES[0], rows=200, calls=5)) < 1e-9
 
 
-def test_drafts_sampled_from_full_depths_distribution_are_all_accepted(
-    monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
-) -> None:
+def test_drafts_sampled_from_full_depths_distribution_are_all_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)
-    sampled_counts("opt", FULL, rows=50, calls=1)
-    assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
+    counts = DraftCounts()
+    sampled_counts("opt", FULL, rows=50, calls=1, draft_counts=counts)
+    assert counts.taken == counts.drafted == 2 * 50
 
 
 def test_a_seed_gives_the_same_output_again_however_processors_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +246,10 @@ def test_a_seed_gives_the_same_output_again_however_processors_are_applied(monke
     assert once == sampled(1)
 
 
+WATERMARK = SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)
+GUIDANCE = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny("llama"))
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -308,14 +259,8 @@ def test_a_seed_gives_the_same_output_again_however_processors_are_applied(monke
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
         ({"guidance_scale": 1.5}, "the logits processor of guidance_scale keeps state between its calls"),
-        (
-            {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)},
-            "the logits processor of a SynthID watermark keeps state between its calls",
-        ),
-        (
-            {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny("llama"))]},
-            "the logits processor of guidance_scale keeps state between its calls",
-        ),
+        ({"watermarking_config": WATERMARK}, "the logits processor of a SynthID watermark keeps state between"),
+        ({"logits_processor": [GUIDANCE]}, "the logits processor of guidance_scale keeps state between its calls"),
         ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
     ],

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from small_checkpoints import save_checkpoint
+from small_checkpoints import in_hub_cache, save_checkpoint
 
 import skipdecode
 from skipdecode import ConfigError
@@ -64,10 +64,7 @@ def test_offline_a_repository_that_is_not_cached_is_refused_in_one_line_without_
 
 
 def test_offline_a_cached_repository_is_loaded_without_retries(silent_hub: str, tmp_path: Path) -> None:
-    repository, commit = tmp_path / "models--me--tiny", "a" * 40
-    save_checkpoint(repository / "snapshots" / commit, 2)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    in_hub_cache(save_checkpoint(tmp_path / "tiny", 2), tmp_path, "me/tiny")
     began = time.monotonic()
     model, tokenizer = skipdecode.load("me/tiny", cache_dir=str(tmp_path))
     assert time.monotonic() - began < 10  # the first of the retries alone would take 31 s

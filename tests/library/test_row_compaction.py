@@ -79,8 +79,6 @@ def test_rows_of_a_shrinking_batch_equal_the_same_rows_decoded_alone(
 
 
 class Scores(LogitsProcessor):
-    """A logits processor that records its arguments."""
-
     def __init__(self) -> None:
         self.recorded: list[Any] = []
         self.scores: list[torch.Tensor] = []
@@ -92,8 +90,6 @@ class Scores(LogitsProcessor):
 
 
 class Calls(StoppingCriteria, BaseStreamer):
-    """A stopping criterion and streamer that records its arguments."""
-
     def __init__(self) -> None:
         self.recorded: list[tuple[str, Any]] = []
 
@@ -120,16 +116,8 @@ def test_processors_criteria_and_streamers_get_the_same_arguments_as_without_shr
         calls, scores = Calls(), Scores()
         torch.manual_seed(5)
         rows_run.clear()
-        text = decode(
-            model,
-            SCHEDULES[0],
-            EndsAfter(),
-            calls,
-            logits_processor=LogitsProcessorList([scores]),
-            streamer=calls,
-            **settings,
-        )
-        return calls, scores, text
+        watch = {"logits_processor": LogitsProcessorList([scores]), "streamer": calls}
+        return calls, scores, decode(model, SCHEDULES[0], EndsAfter(), calls, **watch, **settings)
 
     leaving, fewer, text = watched()
     assert min(rows_run) < len(LENGTHS)

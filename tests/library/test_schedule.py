@@ -5,42 +5,16 @@ import subprocess
 import sys
 
 import pytest
-from drawn_orders import orders, placements
+from drawn_schedules import orders, schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, SkipSchedule
 
-DECAYS = ["linear", "constant", "power", "exponential", "cosine", "step"]
+SCHEDULES = schedules(st.integers(1, 40), horizon=80)
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> SkipSchedule:
-    depth = draw(st.integers(1, 40))
-    max_layers = draw(st.integers(1, depth))
-    min_layers = draw(st.integers(1, max_layers))
-    decay = draw(st.sampled_from(DECAYS))
-    warmup = draw(st.integers(1, min_layers))
-    rate = None
-    if decay == "step":
-        rate = draw(st.none() | st.integers(2, 9))
-    elif decay in ("power", "exponential"):
-        rate = draw(st.none() | st.floats(0.05, 20, allow_nan=False))
-    return SkipSchedule(
-        num_layers=depth,
-        max_layers=max_layers,
-        min_layers=min_layers,
-        warmup_layers=warmup,
-        horizon=draw(st.integers(1, 80)),
-        decay=decay,
-        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(max_layers, depth)),
-        decay_rate=rate,
-        prompt_stop=draw(st.none() | st.integers(warmup, depth)),
-        **draw(placements(depth, warmup)),
-    )
-
-
-@given(schedules())
+@given(SCHEDULES)
 def test_the_layers_of_each_token_are_a_subset_of_the_previous_tokens_layers(schedule: SkipSchedule) -> None:
     before = set(schedule.prompt_layers)
     for i in range(schedule.horizon + 3):
@@ -49,7 +23,7 @@ def test_the_layers_of_each_token_are_a_subset_of_the_previous_tokens_layers(sch
         before = layers
 
 
-@given(schedules())
+@given(SCHEDULES)
 def test_a_budget_lies_between_min_and_max_layers_and_is_the_number_of_layers_that_run(schedule: SkipSchedule) -> None:
     for i in range(schedule.horizon + 3):
         layers = schedule.layers_at(i)
@@ -62,14 +36,14 @@ def test_a_budget_lies_between_min_and_max_layers_and_is_the_number_of_layers_th
             assert schedule.budget(i) == schedule.min_layers
 
 
-@given(schedules(), st.integers(1, 120))
+@given(SCHEDULES, st.integers(1, 120))
 def test_cutoffs_and_mean_budget_equal_those_counted_step_by_step(schedule: SkipSchedule, n: int) -> None:
     ran = [schedule.layers_at(i) for i in range(n)]
     assert schedule.cutoffs(n) == tuple(sum(layer in layers for layers in ran) for layer in range(schedule.num_layers))
     assert schedule.mean_budget(n) == pytest.approx(sum(map(len, ran)) / n)
 
 
-@given(schedules(), st.integers(1, 50), st.integers(0, 80))
+@given(SCHEDULES, st.integers(1, 50), st.integers(0, 80))
 def test_the_positions_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: int, generated: int) -> None:
     positions = prompt + generated
     cutoffs = schedule.position_cutoffs(prompt, positions)
@@ -79,7 +53,7 @@ def test_the_positions_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, pro
     assert schedule.computed_share(prompt, positions) == pytest.approx(sum(cutoffs) / (positions * schedule.num_layers))
 
 
-@given(schedules(), st.integers(1, 50))
+@given(SCHEDULES, st.integers(1, 50))
 def test_stopped_positions_are_all_positions_of_the_prompt_but_its_last(schedule: SkipSchedule, prompt: int) -> None:
     ran = schedule.prompt_layers[: schedule.prompt_stop]
     assert schedule.prompt_depth == len(ran)
@@ -91,7 +65,7 @@ def test_a_schedule_without_prompt_stop_is_written_without_this_field() -> None:
     assert "prompt_stop" not in SkipSchedule(6, 3, 2).to_dict()
 
 
-@given(schedules())
+@given(SCHEDULES)
 def test_a_schedule_survives_conversion_to_dict_and_json_and_back(schedule: SkipSchedule) -> None:
     again = SkipSchedule.from_json(json.dumps(json.loads(schedule.to_json())))
     assert SkipSchedule.from_dict(schedule.to_dict()) == schedule == again
@@ -107,7 +81,7 @@ def test_linear_decay_follows_the_papers_formula(min_layers: int, extra: int, ho
         assert schedule.budget(i) == expected
 
 
-@given(schedules())
+@given(SCHEDULES)
 def test_top_placement_runs_the_first_w_and_the_last_k_minus_w_layers(schedule: SkipSchedule) -> None:
     top = SkipSchedule.from_dict({**schedule.to_dict(), "placement": "top", "order": None})
     depth, warmup = top.num_layers, top.warmup_layers
@@ -182,12 +156,8 @@ def test_every_decay_starts_at_max_layers_ends_at_min_layers_and_differs_in_betw
         ({"placement": "order", "order": [0, *range(11)]}, "order lacks layer 11"),
         ({"placement": "order", "order": [0, 12, *range(2, 12)]}, "order lacks layer 1:"),
         ({"placement": "order", "order": [1, 0, *range(2, 12)]}, "order starts with 1: it must start with layer 0"),
-        (
-            {"placement": "order", "order": [0, 2, 1, *range(3, 12)], "warmup_layers": 2},
-            "order starts with 0, 2: it must start with layers 0 to 1, as warmup_layers is 2",
-        ),
+        ({"placement": "order", "order": [0, 2, 1, *range(3, 12)], "warmup_layers": 2}, "start with layers 0 to 1, as"),
         ({"placement": "order", "order": [0.0, *range(1, 12)]}, "order is .*: it must be a list of layer indices"),
-        ({"placement": "order", "order": "0123"}, "order is '0123': it must be a list of layer indices"),
         ({"placement": "order", "order": 7}, "order is 7: it must be a list of layer indices"),
     ],
 )
@@ -216,7 +186,5 @@ def test_json_that_is_not_a_schedule_is_refused(text: str, message: str) -> None
 
 
 def test_the_schedule_module_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, skipdecode.schedule.schedule; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, skipdecode.schedule.schedule; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

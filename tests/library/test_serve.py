@@ -158,10 +158,9 @@ def test_an_event_is_one_line_for_clients_that_split_at_unicode_line_ends() -> N
 
 def test_a_chat_decodes_the_text_of_its_template(server: Server) -> None:
     messages: Any = [{"role": "user", "content": "vehicle: tram"}]
-    plain = server.client.completions.create(
-        model="tiny",
-        prompt=skipdecode.load(str(server.folder))[1]("user: vehicle: tram\n", add_special_tokens=False)["input_ids"],
-    )
+    tokenizer = skipdecode.load(str(server.folder))[1]
+    tokens = tokenizer("user: vehicle: tram\n", add_special_tokens=False)["input_ids"]
+    plain = server.client.completions.create(model="tiny", prompt=tokens)
     answer = server.client.chat.completions.create(model="tiny", messages=messages)
     assert answer.choices[0].message.content == plain.choices[0].text
     assert answer.choices[0].message.role == "assistant"
@@ -269,24 +268,14 @@ def test_the_bytes_of_all_tokens_together_are_the_text(server: Server) -> None:
     [
         ({"model": "other"}, "the model 'other' is not served here"),
         ({"prompt": ""}, "the prompt is empty|at least one token"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [99999]}, "the prompt holds token 99999"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
-        ({"max_tokens": 5000}, "the maximum on this server is 1024"),
         ({"max_tokens": 0}, "max_tokens is 0: it must be greater than or equal to 1"),
         ({"n": 7}, "1 prompts with n = 7 are 7 sequences: a request may have at most 6"),
         ({"temperature": 9}, "temperature"),
         ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model's token ids go from 0 to 319"),
-        ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model's token ids go from 0 to 319"),
         ({"extra_body": {"repetition_penalty": 1e-45}, "temperature": 1}, "repetition_penalty"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"stream_options": {"include_usage": True}}, "stream_options is given without stream"),
         ({"extra_body": {"top_k": 5}}, "top_k is 5 without temperature or top_p"),
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
-        ({"extra_body": {"speedup": "fast"}}, 'speedup is "fast": it must be a number'),
-        ({"extra_body": {"sped_up": 3}}, "sped_up is not a known field: did you mean speedup"),
         ({"stop": ["a" * 257]}, "stop"),
     ],
 )
@@ -301,11 +290,7 @@ def test_an_invalid_request_gets_an_error_in_openais_form(server: Server, fields
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (b"", 400),
         (b"{", 400),
-        (b"[" * 100_000, 400),
-        (b"\xff\xfe", 400),
-        (b'"a text"', 400),
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400),
         (b'{"model": "tiny", "prompt": "' + b"a" * 2**20 + b'"}', 413),
     ],
@@ -316,7 +301,6 @@ def test_a_body_that_is_no_request_is_refused(server: Server, body: bytes, statu
         answer = httpx.post(f"{server.address}/v1/completions", content=content, headers=headers)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
-    assert httpx.get(f"{server.address}/v1/nothing", headers=headers).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -334,28 +318,6 @@ def test_chat_fields_without_effect_are_refused(server: Server, fields: dict[str
     else:
         with pytest.raises(openai.BadRequestError, match=message):
             server.client.chat.completions.create(**chat)
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_null_and_default_fields_change_nothing(server: Server, chat: bool) -> None:
-    fields = ["n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logprobs", "user"]
-    fields += ["speedup", "over", "lossless", "details", "frequency_penalty", "tools", "response_format", "metadata"]
-    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}]}
-    if not chat:
-        body = {"model": "tiny", "prompt": PROMPTS[0]}
-    url = f"{server.address}/v1/{'chat/completions' if chat else 'completions'}"
-    bare = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False} if chat else {}
-    texts = []
-    for given in ({}, dict.fromkeys(fields), bare, {"top_p": 0}):
-        answer = httpx.post(url, json={**body, **given}, headers={"Authorization": f"Bearer {KEY}"})
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        texts.append(choice["message"]["content"] if chat else choice["text"])
-    assert len(set(texts)) == 1
-    if chat:
-        for refused in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}):
-            answer = httpx.post(url, json={**body, **refused}, headers={"Authorization": f"Bearer {KEY}"})
-            assert answer.status_code == 400
 
 
 def test_without_max_tokens_a_sequence_may_fill_the_remaining_positions(server: Server) -> None:

@@ -148,19 +148,12 @@ def test_a_response_can_be_sent_back_as_the_client_dumps_it(server: Server) -> N
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "to:"}}]},
             'assistant: [f "to:"]\n',  # a model may write invalid JSON
         ),
-        (
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}],
-            },
-            "user: a\n",
-        ),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]}, "user: a\n"),
     ],
 )
 def test_the_chat_template_gets_the_content_of_each_message(server: Server, message: Any, rendered: str) -> None:
-    assert server.text(True, {"model": "tiny", "messages": [USER, message]}) == server.text_of(
-        f"user: vehicle: tram\n{rendered}"
-    )
+    found = server.text(True, {"model": "tiny", "messages": [USER, message]})
+    assert found == server.text_of(f"user: vehicle: tram\n{rendered}")
 
 
 @pytest.mark.parametrize(
@@ -172,17 +165,11 @@ def test_the_chat_template_gets_the_content_of_each_message(server: Server, mess
         ([{"content": "a"}], "messages.0.role", "messages.0.role is missing"),
         ([{"role": 5, "content": "a"}], "messages.0.role", "messages.0.role is 5: it must be a string"),
         ([{"role": "user"}], "messages.0.content", "messages.0.content is missing"),
-        ([{"role": "assistant"}], "messages.0.content", "messages.0.content is missing"),
         ([{"role": "user", "content": 5}], "messages.0.content", "it is 5, and must be a string or a list of parts"),
         ([{"role": "user", "content": ["a"]}], "messages.0.content.0", 'content.0 is "a": it must be an object'),
         ([{"role": "user", "content": [{"text": "a"}]}], "messages.0.content.0.type", "type is missing"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text", "text is missing"),
-        (
-            [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-            "messages.1.content.0",
-            'its type is "image_url": the only supported type is text',
-        ),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages.0.content.0", "input_audio"),
+        ([USER, {**USER, "content": [{"type": "image_url"}]}], "messages.1.content.0", "only supported type is text"),
         ([{"role": "assistant", "audio": {"id": "a"}, "content": ""}], "messages.0.audio", "doesn't support"),
         ([{"role": "assistant", "tool_calls": "f"}], "messages.0.tool_calls", "it must be a list"),
         ([{"role": "assistant", "tool_calls": [5]}], "messages.0.tool_calls.0", "is 5: it must be an object"),
@@ -245,6 +232,7 @@ def neutral_fields(chat: bool) -> list[tuple[str, Any]]:
         ("frequency_penalty", 0.0),
         ("top_k", -1),
         ("top_k", 0),
+        ("top_p", 0),
         ("max_tokens", 4.0),
         ("stream_options", {"include_usage": False}),
         ("stop", []),
@@ -262,20 +250,6 @@ def test_a_field_with_a_value_without_effect_changes_nothing(server: Server, cha
     assert server.text(chat, request(chat, **nulls)) == plain
 
 
-def test_fields_with_values_without_effect_can_be_sent_by_openais_client(server: Server) -> None:
-    answer = server.client.chat.completions.create(
-        model="tiny",
-        messages=[USER],  # type: ignore[list-item]
-        metadata={},
-        modalities=["text"],
-        safety_identifier="somebody",
-        prompt_cache_key="trams",
-        reasoning_effort="none",
-        extra_body={"top_k": -1, "min_p": 0, "ignore_eos": False},
-    )
-    assert answer.choices[0].message.content == server.text(True, request(True))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -283,21 +257,15 @@ def test_fields_with_values_without_effect_can_be_sent_by_openais_client(server:
         ("modalities", ["text", "audio"], "modalities is a list"),
         ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which has no effect"),
         ("min_p", False, "min_p is false"),
-        ("ignore_eos", True, "ignore_eos is true"),
         ("ignore_eos", 0, "ignore_eos is 0"),
-        ("presence_penalty", -2, "presence_penalty is -2"),
-        ("tools", [{"type": "function"}], "tools is a list"),
         ("tool_choice", "required", 'tool_choice is "required".* accepts only "none" and "auto"'),
         ("response_format", {"type": "json_object"}, "response_format is an object"),
-        ("reasoning_effort", "low", "reasoning_effort"),
         ("guided_json", {}, "guided_json is {}: this server doesn't support it$"),
         ("user", 5, "user is 5: it must be a string"),
         ("prompt_cache_options", "a", 'prompt_cache_options is "a": it must be an object'),
         ("n", True, "n is true: it must be an integer"),
-        ("n", "2", 'n is "2": it must be an integer'),
         ("n", 2.5, "n is 2.5: it must be an integer"),
         ("temperature", "hot", 'temperature is "hot": it must be a number'),
-        ("temperature", True, "temperature is true"),
         ("stream", "yes", 'stream is "yes": it must be true or false'),
         ("stream_options", True, "stream_options is true: it must be an object"),
         ("stream_options", {"include_usage": True}, "stream_options is given without stream"),
@@ -311,10 +279,8 @@ def test_fields_with_values_without_effect_can_be_sent_by_openais_client(server:
         ("stop", [""], "stop: a string has 0 characters, and must have 1 to 256"),
         ("stop", ["a"] * 17, "stop: it has 17 entries: the maximum is 16"),
         ("logit_bias", [5], "logit_bias is a list: it must be an object"),
-        ("logit_bias", {"a": 1}, 'logit_bias.a is "a": it must be an integer'),
         ("logit_bias", {"5": "much"}, 'logit_bias.5 is "much": it must be a number'),
         ("over", "decoding", "over is \"decoding\": it must be 'decode' or 'all'"),
-        ("speedup", "3x", 'speedup is "3x": it must be a number'),
         ("sped_up", 3, "sped_up is not a known field: did you mean speedup"),
         ("model", 5, "model is 5: it must be a string"),
         ("model", None, "model is missing"),
@@ -345,10 +311,8 @@ def test_a_field_of_the_other_endpoint_is_named_with_that_endpoint(server: Serve
         ({"a": 1}, "prompt: it is an object"),
         ([], "prompt: it is empty"),
         (["a", 5], 'prompt: entry 1 is 5, but entry 0 is "a"'),
-        ([5, "a"], 'prompt: entry 1 is "a", but entry 0 is 5'),
         ([[5], "a"], 'prompt: entry 1 is "a", but entry 0 is a list'),
         ([5, True], "prompt: entry 1 is true, but entry 0 is 5"),
-        ([True], "prompt: entry 0 is true"),
         ([None], "prompt: entry 0 is null"),
         ([5, -1], "prompt: entry 1 is -1, and a token id is an integer of at least 0"),
         ([[5], [6, "a"]], 'prompt: entry 1, entry 1 is "a", and a token id is an integer'),
@@ -472,9 +436,7 @@ def test_every_field_of_openais_requests_is_implemented_or_listed_as_unsupported
         assert hints.keys() <= {*model.model_fields, *model.neutral, *UNUSED}
 
 
-@pytest.mark.parametrize(
-    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json", "nonsense"]
-)
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/json", "nonsense"])
 def test_a_json_body_is_read_whatever_its_content_type(server: Server, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
     body = json.dumps(request(False)).encode()
@@ -492,13 +454,11 @@ def test_a_json_body_is_read_whatever_its_content_type(server: Server, kind: str
         (b"", "the body is empty: it must be a JSON object"),
         (b"null", "the body is null: it must be an object"),
         (b"{", "the body is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
-        (b"model=tiny", "the body is not valid JSON: Expecting value at character 0"),
         (b"\xff\xfe\xff", "the body is not valid JSON: 'utf-16"),
         (b'{"model": "\xe9"}', "the body is not valid JSON: 'utf-8' codec can't decode byte 0xe9"),
         (b'{"n": ' + b"1" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit"),
         (b"[" * 100_000, "the body is not valid JSON: maximum recursion depth exceeded"),
         (b"[1, 2]", "the body is a list: it must be an object"),
-        (b'"text"', 'the body is "text": it must be an object'),
         (b"{}", "model is missing (and 1 more)"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature is NaN: it must be"),
         (b'{"model": "tiny", "prompt": "a", "speedup": Infinity}', "speedup is inf"),
@@ -538,10 +498,8 @@ def test_only_web_pages_of_allowed_origins_may_use_the_server(checkpoint: Path, 
         assert permitted.status_code == 200
         assert permitted.headers["Access-Control-Allow-Origin"] == origin
         assert permitted.headers["Access-Control-Allow-Headers"] == asking["Access-Control-Request-Headers"]
-        assert (
-            "Access-Control-Allow-Origin"
-            not in found.http.options(COMPLETIONS, headers={"Origin": other, **asking}).headers
-        )
+        refused = found.http.options(COMPLETIONS, headers={"Origin": other, **asking})
+        assert "Access-Control-Allow-Origin" not in refused.headers
         key = {"Authorization": "Bearer secret"}
         for headers, status in ((key, 200), ({}, 401)):
             answer = found.http.post(COMPLETIONS, json=request(False), headers={"Origin": origin, **headers})
@@ -555,10 +513,10 @@ def test_only_web_pages_of_allowed_origins_may_use_the_server(checkpoint: Path, 
     assert "Access-Control-Allow-Origin" not in server.http.get("/health", headers={"Origin": origin}).headers
 
 
-@pytest.mark.parametrize("origin", ["", "example.org", "https://example.org/", "https://*.example.org", "null"])
-def test_an_origin_that_no_browser_sends_is_refused_as_a_setting(origin: str) -> None:
-    with pytest.raises(ConfigError, match=r"--allow-origin is .* an origin as browsers send it"):
-        ServeSettings("tiny", allow_origins=(origin,))
+def test_an_origin_that_no_browser_sends_is_refused_as_a_setting() -> None:
+    for origin in ("", "example.org", "https://example.org/", "https://*.example.org", "null"):
+        with pytest.raises(ConfigError, match=r"--allow-origin is .* an origin as browsers send it"):
+            ServeSettings("tiny", allow_origins=(origin,))
 
 
 def test_the_openapi_description_lists_the_fields_of_requests(server: Server) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_checkpoints import save_checkpoint
+from starlette.testclient import TestClient
 from tiny_models import tiny_opt
 
 import skipdecode
@@ -24,6 +26,9 @@ from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from skipdecode.schedule.plan import PLANNED_HEADER, rounded_down
 from skipdecode.schedule.solver import OutOfReachError
+from skipdecode.serve import main as run
+from skipdecode.serve.app import make_app
+from skipdecode.serve.settings import ServeSettings
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile
 
@@ -43,10 +48,12 @@ REACH = 1.93  # the speedup of a single layer, by the profile below
 def profile_of(model: Any, reach: float = REACH) -> Profile:
     """A profile in which a step of one layer is `reach` times as fast as one of all, and nothing else takes time."""
     times, nothing = {1: 1.0, DEPTH: reach}, {1: 0.0, DEPTH: 0.0}
-    batch = TimedBatch(1, 64, 72, times, {1: 1e-9, DEPTH: 1e-9}, nothing)
-    return Profile(
-        profile_setting(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, (batch,), "2026-01-02"
-    )
+    return profile_with(model, TimedBatch(1, 64, 72, times, {1: 1e-9, DEPTH: 1e-9}, nothing))
+
+
+def profile_with(model: Any, *batches: TimedBatch) -> Profile:
+    setting = profile_setting(model, CostModel.of(model), fast_path(model).usual_weights())
+    return Profile(setting, DEPTH, batches, "2026-01-02")
 
 
 def planned(reach: float = REACH) -> float:
@@ -74,20 +81,13 @@ def slow_machine(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     path.unlink()
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    logger, handler = logging.getLogger("transformers.skipdecode"), Warnings()
+    logger, handler = logging.getLogger("transformers.skipdecode"), logging.Handler()
+    lines: list[str] = []
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
-    yield handler.lines
+    yield lines
     logger.removeHandler(handler)
 
 
@@ -182,9 +182,7 @@ def test_generate_uses_the_fastest_trained_schedule_for_an_unreachable_target_an
     ]
     model.generate(**inputs, custom_generate=skip_generate, speedup=40)
     assert len(warned) == 2, "no second warning that 40x lies outside of the trained range"
-    with pytest.raises(
-        ConfigError, match=rf"speedup is 3: this checkpoint reaches at most 1\.93 by {PROFILE}; choose a lower"
-    ):
+    with pytest.raises(ConfigError, match=rf"speedup is 3: this checkpoint reaches at most 1\.93 by {PROFILE}; choose"):
         model.generate(**inputs, custom_generate=skip_generate, speedup=3, strict=True)
     model.generate(**inputs, custom_generate=skip_generate, speedup=1.5, strict=True)
     with pytest.raises(ConfigError, match="strict is 'yes': it must be True or False"):
@@ -290,14 +288,11 @@ def test_a_strict_command_refuses_a_later_batch_before_it_prints_the_output_of_a
     short, long = PROMPT, PROMPT * 3
     ends = [len(tokenizer(each)["input_ids"]) for each in (short, long)]
     nothing = {1: 0.0, DEPTH: 0.0}
-    batches = tuple(
+    batches = (
         TimedBatch(1, columns, columns, {1: 1.0, DEPTH: reach}, {1: 1.0, DEPTH: 1.0}, nothing)
         for columns, reach in zip(ends, (5.0, 1.2), strict=True)
     )
-    found = Profile(
-        profile_setting(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, batches, "2026-01-02"
-    )
-    path = found.save()
+    path = profile_with(model, *batches).save()
     try:
         words = [text.replace("\n", "\\n") for text in (short, long)]
         command = ["generate", str(trained), "--speedup", "2", "--max-new-tokens", "4", "--batch-size", "1", "--strict"]
@@ -315,8 +310,7 @@ def test_an_export_for_an_unreachable_target_has_the_fastest_trained_schedule(
     trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     folder = save_checkpoint(tmp_path / "tiny", DEPTH)
-    fast = SkipSchedule(DEPTH, 2, 1, horizon=8, prompt="max")
-    slow = SkipSchedule(DEPTH, 4, 2, horizon=8, prompt="max")
+    slow, fast = (replace(TRAINED[speedup], prompt="max") for speedup in (2.0, 4.0))
     SkipConfig({2.0: slow, 4.0: fast}, {"horizon": 8, "prompt": "max"}).save(folder)
     path = profile_of(skipdecode.load(str(folder))[0]).save()
     try:
@@ -332,12 +326,6 @@ def test_an_export_for_an_unreachable_target_has_the_fastest_trained_schedule(
 
 @pytest.fixture
 def client(trained: Path, slow_machine: Profile) -> Iterator[Any]:
-    pytest.importorskip("fastapi")
-    from starlette.testclient import TestClient
-
-    from skipdecode.serve.app import make_app
-    from skipdecode.serve.settings import ServeSettings
-
     model, tokenizer = skipdecode.load(str(trained))
     engine = Engine(model, tokenizer)
     with TestClient(make_app(engine, tokenizer, ServeSettings("tiny", speedup=3))) as found:
@@ -378,13 +366,6 @@ def test_a_server_decodes_unreachable_targets_and_reports_the_planned_speedup(cl
 def test_a_strict_server_refuses_unreachable_targets_in_requests_and_at_its_start(
     trained: Path, slow_machine: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    pytest.importorskip("fastapi")
-    from starlette.testclient import TestClient
-
-    from skipdecode.serve import main as run
-    from skipdecode.serve.app import make_app
-    from skipdecode.serve.settings import ServeSettings
-
     model, tokenizer = skipdecode.load(str(trained))
     engine = Engine(model, tokenizer)
     with TestClient(make_app(engine, tokenizer, ServeSettings("tiny", strict=True))) as client:

@@ -146,12 +146,9 @@ def test_commands_that_are_not_run_at_least_resolve() -> None:
             for line in fence.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True) if line.startswith(("python ", "torchrun ")) else []
                 if "train.py" in words:
-                    at = words.index("train.py")
-                    given = [
-                        word
-                        for word in words[at + 1 :]
-                        if word not in ("...", "--dry-run", "--help") and "$" not in word
-                    ]
+                    left_out = ("...", "--dry-run", "--help")
+                    rest = words[words.index("train.py") + 1 :]
+                    given = [word for word in rest if word not in left_out and "$" not in word]
                     if "--recipe" in given and given[1].islower():
                         load_recipe(given[1], given[2:])
                         recipes += 1

@@ -42,7 +42,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl
         (OSError("Can't reach the Hub\nor anything"), 2, "error: Can't reach the Hub or anything"),
         (FULL, 1, "stopped: No space left on device: 'somewhere/metrics.jsonl': go on"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "stopped: Disk quota exceeded: go on"),
-        # as tokenizers and safetensors report it
+        # As tokenizers and safetensors report it.
         (
             Exception("No space left on device (os error 28)"),
             1,
@@ -74,28 +74,14 @@ def test_output_that_cannot_be_written_gets_a_one_line_error() -> None:
     assert (result.returncode, result.stderr) == (1, "stopped: No space left on device\n")
 
 
+NEW, SERVER = ["--output", "{}/new"], ["--url", "http://127.0.0.1:9/v1", "--task", "departures"]
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     "train": (train.cli.main, ["--recipe", "quickstart", "output.dir={}/new"], train.run, "run"),
-    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "run_process"),
-    "search": (
-        eval.search.cli.main,
-        ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
-        eval.search.run,
-        "search",
-    ),
-    "score": (
-        eval.score.cli.main,
-        ["--predictions", "x", "--output", "{}/new", "--task", "e2e"],
-        eval.score.cli,
-        "_run",
-    ),
+    "eval": (eval.cli.main, [*NEW, "--checkpoint", "x"], eval.run, "run_process"),
+    "search": (eval.search.cli.main, [*NEW, "--checkpoint", "x", "--speedup", "2"], eval.search.run, "search"),
+    "score": (eval.score.cli.main, [*NEW, "--predictions", "x", "--task", "e2e"], eval.score.cli, "_run"),
     "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.run, "_model"),
-    "load": (
-        eval.load.cli.main,
-        ["--url", "http://127.0.0.1:9/v1", "--task", "departures", "--output", "{}/new.json"],
-        eval.load.run,
-        "load_task",
-    ),
+    "load": (eval.load.cli.main, ["--output", "{}/new.json", *SERVER], eval.load.run, "load_task"),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
     "skipdecode": (skipdecode.cli.options.main, ["info", "x"], skipdecode.cli.commands, "_decoder"),
 }

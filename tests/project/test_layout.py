@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,13 @@ ALLOWED = {
 }
 
 
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
 def imported(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -51,7 +56,7 @@ def imports_by_module() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, file in names.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes(file):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
             elif isinstance(node, ast.ImportFrom):
@@ -88,9 +93,7 @@ def test_results_are_read_without_torch_and_transformers(module: str) -> None:
 def test_the_library_needs_torch_and_transformers_alone() -> None:
     library = ROOT / "skipdecode"
     files = {file.relative_to(library): imported(file) for file in library.rglob("*.py")}
-    assert {str(name) for name, names in files.items() if "triton" in names} == {
-        "kernels/gpu.py"
-    }  # of torch's CUDA builds
+    assert [str(name) for name, names in files.items() if "triton" in names] == ["kernels/gpu.py"]
     used = set().union(*(names for name, names in files.items() if name.parts[0] != "serve")) - {"triton"}
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
     extra = set().union(*(names for name, names in files.items() if name.parts[0] == "serve"))
@@ -103,7 +106,7 @@ def test_one_function_alone_imports_what_serves() -> None:
     at = {
         (file.name, node.col_offset > 0)
         for file in files
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes(file)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skipdecode.serve")
     }
     assert at == {("commands.py", True)}
@@ -112,13 +115,12 @@ def test_one_function_alone_imports_what_serves() -> None:
 def private_names(file: Path) -> set[str]:
     """Names with an underscore in front that a file takes from what isn't its own, also as a text."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found |= {
-                part for name in (node.module or "", *(alias.name for alias in node.names)) for part in name.split(".")
-            }
+            names = [node.module or "", *(alias.name for alias in node.names)]
+            found |= {part for name in names for part in name.split(".")}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             found.add(node.value)
     found.discard("_exit")  # of os, which documents it

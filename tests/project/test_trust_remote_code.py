@@ -56,11 +56,8 @@ def test_no_command_runs_it_unasked_whatever_standard_input_says(
         assert "pass --trust-remote-code" in error
         assert error.count("\n") == 1
     start = ["model.shape=null", f"model.name_or_path={name}"]
-    for config, message in (
-        ("model.config=null", "model.trust_remote_code=true"),
-        ("model.config={dropout: 0.1}", "model.trust_remote_code=true"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    for config in ("model.config=null", "model.config={dropout: 0.1}"):
+        with pytest.raises(ConfigError, match=r"model\.trust_remote_code=true"):
             train_small(tmp_path / "run", *start, config)
     assert SkipConfig.load(name) is not None  # reads the file alone
     assert not marker.exists()
@@ -72,9 +69,7 @@ def test_the_values_of_a_config_are_no_arguments_of_loading(checkpoint: Path, ma
     for folder in (plain, checkpoint):
         for key in ("trust_remote_code", "revision", "state_dict", "device_map"):
             start = ["model.shape=null", f"model.name_or_path={folder}", f"model.config={{{key}: true}}"]
-            with pytest.raises(
-                ConfigError, match=rf"unknown key of the config of opt '{key}'|model.trust_remote_code=true"
-            ):
+            with pytest.raises(ConfigError, match=rf"unknown key .* of opt '{key}'|model.trust_remote_code=true"):
                 train_small(tmp_path / "run", *start)
     assert not marker.exists()
 

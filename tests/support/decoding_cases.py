@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import drawn_schedules
 import torch
-from drawn_orders import placements
 from fastpath_cases import WINDOWED, fresh
 from hypothesis import strategies as st
 from naive_opt import tokens_by_layers
-from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised
+from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised, tiny_config
 from torch import nn
-from transformers import AutoConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
@@ -87,20 +87,7 @@ class Case:
 def schedules(draw: st.DrawFn) -> SkipSchedule:
     if draw(st.integers(0, 4)) == 4:
         return SkipSchedule.full_depth(LAYERS)
-    most = draw(st.integers(1, LAYERS))
-    least = draw(st.integers(1, most))
-    warmup = draw(st.integers(1, least))
-    return SkipSchedule(
-        num_layers=LAYERS,
-        max_layers=most,
-        min_layers=least,
-        warmup_layers=warmup,
-        horizon=draw(st.integers(1, MOST_NEW_TOKENS)),
-        decay=draw(st.sampled_from(["linear", "constant", "power", "exponential", "step", "cosine"])),
-        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, LAYERS)),
-        prompt_stop=draw(st.none() | st.integers(warmup, LAYERS)),
-        **draw(placements(LAYERS, warmup)),
-    )
+    return draw(drawn_schedules.schedules(LAYERS, MOST_NEW_TOKENS))
 
 
 @st.composite
@@ -142,21 +129,8 @@ def fresh_model(name: str) -> PreTrainedModel:
     if name not in MIXED:
         return fresh(name)
     family, turns = MIXED[name]
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        pad_token_id=PAD,
-        bos_token_id=END,
-        eos_token_id=END,
-        use_sliding_window=True,
-        sliding_window=5,
-        layer_types=[_TYPES[kind] for kind in _TURNS[turns]],
-        **TINY_FAMILIES[family],
-    )
-    return randomised(config, seed=1)
+    window = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [_TYPES[kind] for kind in _TURNS[turns]]}
+    return randomised(tiny_config(family, **TINY_FAMILIES[family], **window), seed=1)
 
 
 @cache
@@ -282,11 +256,7 @@ def _gap(logits: torch.Tensor, token: int, sampling: Sampling | None, noise: Any
 
 
 def check_rounded(
-    case: Case,
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    prompts: list[list[int]],
-    texts: list[list[int]],
+    case: Case, model: PreTrainedModel, reference: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]
 ) -> int:
     """8 and 4 bits give other texts than a model's own weights; but those of another copy, and of each row alone."""
     assert texts == decode(case, deepcopy(reference), prompts), "another copy of the same weights decodes otherwise"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from eval.results import Report, Row, Threshold, Timing
 from eval.score.predictions import write_predictions
+from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode import SkipSchedule
 from skipdecode.timing.interleave import Ratio
 
@@ -127,11 +129,7 @@ def write_run(
     (folder / "predictions").mkdir(parents=True)
     test_set = random.Random(data)
     prompts = [
-        {
-            "id": f"test-{n}",
-            "prompt": f"name: {n}{text}\n",
-            "references": [sentence(test_set) + text for _ in range(3)],
-        }
+        {"id": f"test-{n}", "prompt": f"name: {n}{text}\n", "references": [sentence(test_set) + text for _ in range(3)]}
         for n in range(examples)
     ]
     for each in report.rows:
@@ -158,3 +156,68 @@ def write_calm_run(folder: Path, seed: int = 2) -> Report:
 def save(report: Report, folder: Path) -> None:
     """As JSON alone, which may hold what a report would refuse to say of itself."""
     (folder / "report.json").write_text(json.dumps(asdict(report)))
+
+
+def speed_report(date: str = "2026-11-21") -> SpeedReport:
+    """A speed benchmark at full depth and at a target of 2x."""
+    ratio = Ratio(2.125, 1.875, 2.5)
+    row = SpeedRow(
+        batch_size=1,
+        weights="packed",
+        speedup_target=2.0,
+        schedule=SkipSchedule(8, 5, 3).to_dict(),
+        mean_layers=4.0,
+        prefill_seconds=0.5,
+        decode_seconds=1.5,
+        end_to_end_seconds=2.0,
+        tokens_per_second=64.0,
+        wall_clock_speedup=ratio,
+        end_to_end_speedup=ratio,
+        over_peers={"peer": ratio},
+        peer_decode_seconds={"peer": 3.0},
+        bound_speedup=2.25,
+        bandwidth_share=0.75,
+        cache_bytes=4096,
+        full_depth_cache_bytes=8192,
+        prefill_over_peers={"peer": ratio},
+        peer_prefill_seconds={"peer": 0.1},
+    )
+    conditions = SpeedConditions(
+        model="opt",
+        parameters=10**6,
+        dtype="float32",
+        device="cpu",
+        prompt_length=8,
+        new_tokens=8,
+        repeats=2,
+        calibrated=True,
+        copy_bytes_per_second=1e9,
+        unreachable=["50x: no"],
+        date=date,
+        command="python -m eval.speed",
+        machine={"processor": "a processor", "kernels": None, "cores": 2, "threads": 2},
+        versions={"torch": "2.13.0", "transformers": "5.23.0"},
+    )
+    return SpeedReport(conditions, [replace(row, speedup_target=1.0), row])
+
+
+def predictions(folder: Path, label: str) -> list[str]:
+    """The predictions of a row, in an evaluation's folder."""
+    lines = (folder / "predictions" / f"{label}.jsonl").read_bytes().splitlines()
+    return [json.loads(line)["prediction"] for line in lines]
+
+
+def without_clocks(folder: Path) -> Any:
+    """A report without times, commands and the number of processes.
+
+    The number of drafted tokens of a lossless row depends on earlier batches of its process; its output doesn't.
+    """
+    report = json.loads((folder / "report.json").read_text())
+    del report["command"], report["machine"]
+    for row in report["rows"]:
+        clocks = "seconds|per_second|wall_clock|whole_speedup|timings|processes|lossless_speedup"
+        if row["system"] == "lossless":
+            clocks += "|mean_layers|layers_per_step|bound_by_bytes"
+        for name in [name for name in row if re.search(clocks, name)]:
+            del row[name]
+    return report

@@ -8,6 +8,7 @@ from lossless_cases import drafting
 from tiny_models import VOCABULARY, ragged_prompts
 
 from skipdecode import SkipSchedule, skip_generate
+from skipdecode.generate.lossless_loop import DraftCounts
 
 ALLOWED, TOKENS = 4, 4  # size of the vocabulary that is sampled from, and new tokens of a completion
 TEMPERATURE, TOP_P = 3.0, 0.95
@@ -21,7 +22,9 @@ SAMPLING = {
 }
 
 
-def sampled_counts(name: str, draft: SkipSchedule, rows: int, calls: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sampled_counts(
+    name: str, draft: SkipSchedule, rows: int, calls: int, draft_counts: DraftCounts | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How often each completion of `TOKENS` tokens was sampled, and its probability at full depth, [completions].
 
     The last entry stands for all completions of probability 0.
@@ -29,6 +32,7 @@ def sampled_counts(name: str, draft: SkipSchedule, rows: int, calls: int) -> tup
     model: Any = tiny(name)
     ids, mask = ragged_prompts([5], 3)
     request = {"custom_generate": skip_generate, "schedule": draft, "lossless": True, **SAMPLING}
+    request["draft_counts"] = draft_counts
     completions, probabilities = _all_completions(model, ids)
     places = {tuple(completion): place for place, completion in enumerate(completions.tolist())}
     counts = torch.zeros(len(completions) + 1, dtype=torch.double)

@@ -61,36 +61,22 @@ def changed_models() -> list[str]:
     return changed
 
 
+def tiny_config(model_type: str, **sizes: Any) -> Any:
+    """The config of a tiny model, of six layers unless `sizes` name another number."""
+    special = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
+    usual = {} if "n_layer" in sizes else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return AutoConfig.for_model(model_type, **{**special, **usual, **sizes})
+
+
 @shared
 def tiny_opt(kind: str, num_layers: int, seed: int = 0) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        "opt",
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "word_embed_proj_dim": 32,
-            "num_hidden_layers": num_layers,
-            "ffn_dim": 48,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 96,
-            "pad_token_id": PAD,
-            "bos_token_id": END,
-            "eos_token_id": END,
-            "dropout": 0.0,
-            **OPT_KINDS[kind],
-        },
-    )
-    return randomised(config, seed)
+    sizes = {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 96, "dropout": 0.0}
+    return randomised(tiny_config("opt", num_hidden_layers=num_layers, **{**sizes, **OPT_KINDS[kind]}), seed)
 
 
 @shared
 def tiny_family(model_type: str) -> PreTrainedModel:
-    general = (
-        {} if model_type in ("gpt2", "bloom") else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
-    )
-    special = {"pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
-    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **special, **general, **TINY_FAMILIES[model_type])
-    return randomised(config, seed=1)
+    return randomised(tiny_config(model_type, **TINY_FAMILIES[model_type]), seed=1)
 
 
 def randomised(config: Any, seed: int) -> PreTrainedModel:

@@ -25,9 +25,8 @@ def test_prompts_end_and_completions_start_at_the_same_position(rows: list[tuple
     assert batch["input_ids"].shape == (len(rows), start + max(map(len, completions)))
     for n, (prompt, completion) in enumerate(rows):
         before, end = start - len(prompt), start + len(completion)
-        assert batch["input_ids"][n].tolist() == (
-            [1] * before + prompt + completion + [1] * (batch["input_ids"].shape[1] - end)
-        )
+        after = batch["input_ids"].shape[1] - end
+        assert batch["input_ids"][n].tolist() == [1] * before + prompt + completion + [1] * after
         assert batch["attention_mask"][n].nonzero().flatten().tolist() == list(range(before, end))
         assert batch["position_ids"][n, before:end].tolist() == list(range(end - before))
         counted = batch["labels"][n] != IGNORED
@@ -62,9 +61,8 @@ def test_a_completion_has_one_end_token_and_a_target_with_an_earlier_one_is_refu
     assert completion("</s>") == completion("") == [tokenizer.eos_token_id]
     with pytest.raises(ConfigError, match=r"a target of 7 contains the tokenizer's end token, '</s>', before its end"):
         completion("It says 3.</s> Or 4.")
-    chat = encode_prompts(
-        tokenizer, [Example("7", "hello</s>there", ())], 64, ""
-    )  # in a chat, end tokens end turns too
+    # In a chat, end tokens end turns too.
+    chat = encode_prompts(tokenizer, [Example("7", "hello</s>there", ())], 64, "")
     assert tokenizer.eos_token_id in chat[0].ids
 
 

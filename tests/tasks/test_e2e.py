@@ -29,23 +29,16 @@ def test_a_meaning_representation_parses_to_its_slots_in_a_fixed_order(slots: di
 
 
 def test_rows_with_the_same_mr_form_one_example_with_all_references(tmp_path: Path) -> None:
-    rows = (
-        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Aromi is an Italian pub near The Mill."\n'
-        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Near the mill there is a pub: Aromi. Italian."\n'
-        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Aromi is a bar near The Mill with pasta."\n'
-        '"name[Zizzi], area[riverside]","Zizzi is by the river."\n'
-    )
-    task = folder_with(tmp_path, HEADER + rows)
+    texts = ["Aromi is an Italian pub near The Mill.", "Near the mill there is a pub: Aromi. Italian."]
+    texts += ["Aromi is a bar near The Mill with pasta."]
+    rows = "".join(f'"name[Aromi], eatType[pub], food[Italian], near[The Mill]","{text}"\n' for text in texts)
+    task = folder_with(tmp_path, HEADER + rows + '"name[Zizzi], area[riverside]","Zizzi is by the river."\n')
     first, second = task.load("test")
     assert (first.id, second.id) == ("e2e-test-0", "e2e-test-1")
     assert first.prompt == "name: Xname | eatType: XeatType | food: Xfood | near: Xnear\n"
-    assert len(first.references) == 3
-    assert first.references[0] == "Aromi is an Italian pub near The Mill."
+    assert first.references == tuple(texts)
     # The third text has other words for two slots, so it is a reference but not a target.
-    assert first.targets == (
-        "Xname is an Xfood XeatType near Xnear.",
-        "Near Xnear there is a XeatType: Xname. Xfood.",
-    )
+    assert first.targets == ("Xname is an Xfood XeatType near Xnear.", "Near Xnear there is a XeatType: Xname. Xfood.")
     assert second.prompt == "name: Xname | area: riverside\n"
 
 
@@ -120,7 +113,6 @@ def test_with_trainset_csv_the_devset_is_the_validation_split(tmp_path: Path) ->
         ("", "must name the columns mr and ref"),
         ("meaning,text\na,b\n", "must name the columns mr and ref"),
         (HEADER, "has no rows"),
-        (HEADER + "\n\n", "has no rows"),
         (HEADER + '"name[A]",ok\n,empty\n', "line 3: mr and ref must not be empty"),
         (HEADER + '"name[A]",\n', "line 2: mr and ref must not be empty"),
         (HEADER + '"name[A]"\n', "line 2: expected 2 fields"),
@@ -184,10 +176,8 @@ def test_without_a_folder_the_hubs_columns_are_read(monkeypatch: pytest.MonkeyPa
         asked.append({"repository": repository, "revision": revision, "split": split})
         if split == "test":
             raise ConnectionError("no network")
-        return [
-            {"meaning_representation": "name[Aromi]", "human_reference": "Aromi."},
-            {"meaning_representation": "name[Aromi]", "human_reference": "It is Aromi."},
-        ]
+        texts = ("Aromi.", "It is Aromi.")
+        return [{"meaning_representation": "name[Aromi]", "human_reference": text} for text in texts]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     (example,) = E2E().load("validation")
@@ -233,13 +223,11 @@ def test_faithful_training_excludes_references_that_omit_a_fact(slot: str, tmp_p
 
 
 def test_if_every_reference_omits_facts_those_with_the_fewest_omissions_are_trained_on(tmp_path: Path) -> None:
-    rows = "".join(
-        f'"name[Aromi], area[riverside], familyFriendly[yes]","{text}"\n'
-        for text in ("Aromi.", "Kids love Aromi.", "By the river: Aromi.")
-    )
+    texts = ("Aromi.", "Kids love Aromi.", "By the river: Aromi.")
+    rows = "".join(f'"name[Aromi], area[riverside], familyFriendly[yes]","{text}"\n' for text in texts)
     folder_with(tmp_path, HEADER + rows)
     (example,) = E2E(str(tmp_path), faithful=True).load("train")
-    assert example.targets == ("Kids love Aromi.", "By the river: Aromi.")
+    assert example.targets == texts[1:]
 
 
 def test_concise_training_uses_the_shorter_half_of_the_faithful_references(tmp_path: Path) -> None:
@@ -256,10 +244,8 @@ def test_concise_training_uses_the_shorter_half_of_the_faithful_references(tmp_p
 
 def test_one_reference_in_six_of_the_real_data_omits_a_fact(shared_data: Path) -> None:
     hidden = ["name", "near", "eatType", "food"]
-    counts = [
-        sum(len(e.targets) for e in E2E(str(shared_data / "e2e"), hidden, faithful=faithful).load("train"))
-        for faithful in (False, True)
-    ]
+    every, faithful = (E2E(str(shared_data / "e2e"), hidden, faithful=only).load("train") for only in (False, True))
+    counts = [sum(len(example.targets) for example in examples) for examples in (every, faithful)]
     assert counts[1] / counts[0] == pytest.approx(5 / 6, abs=0.02)
 
 
@@ -267,10 +253,8 @@ def test_one_reference_in_six_of_the_real_data_omits_a_fact(shared_data: Path) -
     ("task", "option", "value"),
     [
         ("e2e", "faithful", "maybe"),
-        ("e2e", "faithful", 1),
         ("e2e", "concise", "maybe"),
         ("e2e", "delexicalise", "name"),
-        ("e2e", "delexicalise", [1]),
         ("e2e", "delexicalise", ["name", "name"]),
         ("e2e", "holdout", True),
         ("e2e", "path", ""),

@@ -81,9 +81,8 @@ def tokenizers() -> list[PreTrainedTokenizerBase]:
     model = models.BPE({word: n for n, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
     blanks = Tokenizer(model)
     blanks.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    blanks.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    blanks.decoder = decoders.Sequence(parts)
     trained = train_tokenizer(load_task("departures", train_size=50).stream("train"), 320, 128)
     return [trained, PreTrainedTokenizerFast(tokenizer_object=blanks, eos_token="</s>", unk_token="<unk>")]
 
@@ -138,9 +137,7 @@ def test_single_shards_may_be_empty_but_not_all_of_them(tmp_path: Path) -> None:
         write(tmp_path / f"train-0000{n}-of-00003.parquet", pairs)
     assert pairs_of(read(tmp_path)) == [("question", "answer")]
     write(tmp_path / "train-00001-of-00003.parquet", [])
-    with pytest.raises(
-        ConfigError, match=r"train-00000-of-00003\.parquet has no rows, and neither do the other shards"
-    ):
+    with pytest.raises(ConfigError, match=r"train-00000-of-00003\.parquet has no rows, and neither do the other"):
         read(tmp_path)
 
 
@@ -153,10 +150,7 @@ def test_single_shards_may_be_empty_but_not_all_of_them(tmp_path: Path) -> None:
         (["train-00000-of-99999999999999.csv"], "missing shards: 99999999999998,"),
         (["train-00003-of-00002.csv"], "3 isn't a valid number of one of 2 shards"),
         (["train-00000-of-00000.csv"], "0 isn't a valid number of one of 0 shards"),
-        (
-            ["train-00000-of-00002.csv", "train-00001-of-00003.csv"],
-            "two files for one split, .*-of-00002.csv and .*-of-00003.csv",
-        ),
+        (["train-00000-of-00002.csv", "train-00001-of-00003.csv"], ".*-of-00002.csv and .*-of-00003.csv: keep one"),
         (["train-00000-of-00002.csv", "train-00000-of-00002.tsv"], "two files for one split"),
         (["train-00000-of-00002.csv", "train-0-of-00002.csv"], "two files for one split"),
         (["train.csv", "train-00000-of-00001.csv"], "two files for one split"),
@@ -211,18 +205,8 @@ def test_a_field_longer_than_the_csv_modules_limit_is_read(tmp_path: Path) -> No
         ("train.tsv", b"q,a\nc,b\n", {}, "row 1: no column 'a', only q,a"),
         ("train.csv", b"q\ta\nc\tb\n", {}, r"row 1: no column 'a', only q\ta"),
         ("train.json", b'{\n "q": "a"\n}', {}, "expected a list of objects, or one object per line"),
-        (
-            "train.json",
-            b'{"q": {"0": "b"}, "a": {"0": "' + b"x" * 5000 + b'"}}',
-            {},
-            r"row 1: a is \{'0': 'x.*: it must",
-        ),
-        (
-            "train.xlsx",
-            b"q,a\n",
-            {},
-            r"no file in .* and ends in \.csv, \.tsv, \.jsonl, \.json .also followed by \.gz. or \.parquet",
-        ),
+        ("train.json", b'{"q": {"0": "b"}, "a": {"0": "%b"}}' % (b"x" * 5000), {}, r"row 1: a is \{'0': 'x.*: it must"),
+        ("train.xlsx", b"q,a\n", {}, r"ends in \.csv, \.tsv, \.jsonl, \.json .also followed by \.gz. or \.parquet"),
         ("train.parquet.gz", b"", {}, r"has no file in .*\.parquet"),
         ("train.csv", b"q,a\n", {"encoding": "utf-99"}, "encoding is 'utf-99': it must be an encoding that Python"),
         ("train.csv", b"q,a\n", {"encoding": "hex"}, "encoding is 'hex'"),

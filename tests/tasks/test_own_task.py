@@ -58,11 +58,8 @@ def test_test_rows_with_the_same_prompt_form_one_example(suffix: str, tmp_path: 
         file = tmp_path / f"{split}.{suffix}"
         {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet}[suffix](str(file))
     examples = load(str(tmp_path), "test")
-    assert [(e.id, e.prompt, e.references) for e in examples] == [
-        ("text-test-0", "a\n", ("1", "3")),
-        ("text-test-1", "b\n", ("2", "5")),
-        ("text-test-2", "c\n", ("4",)),
-    ]
+    assert [example.id for example in examples] == ["text-test-0", "text-test-1", "text-test-2"]
+    assert [(e.prompt, e.references) for e in examples] == [("a\n", ("1", "3")), ("b\n", ("2", "5")), ("c\n", ("4",))]
     assert len(load(str(tmp_path), "train")) == 6
 
 
@@ -115,10 +112,8 @@ def test_the_error_names_a_bad_row_or_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("around", ["    ", "\t", "\n\n", "\u2028", " \r\n\x85"])
 def test_whitespace_around_texts_changes_no_score(around: str) -> None:
-    predictions, references = (
-        ["the cat sat on a mat", "return x", ""],
-        [["the cat sat on the mat"], ["return y"], ["z"]],
-    )
+    predictions = ["the cat sat on a mat", "return x", ""]
+    references = [["the cat sat on the mat"], ["return y"], ["z"]]
     metrics = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "rougeLsum", "cider"]
     spaced = [f"{around}{text}{around}" for text in predictions]
     kept = [[f"{around}{text}{around}" for text in texts] for texts in references]
@@ -129,9 +124,8 @@ def test_a_users_csv_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) ->
     (tmp_path / "data").mkdir()
     rows = [f"what rhymes with {word}?,{word[:-1]}og rhymes" for word in ("cat", "dot", "fit", "hut", "log", "man") * 4]
     test = ["what rhymes with cat?,  cog rhymes", 'what rhymes with cat?,"a\u2028bat\u0085does\n"']
-    folder = folder_with(
-        tmp_path / "data", train="\n".join(["question,answer", *rows]), test="\n".join(["question,answer", *test])
-    )
+    splits = {split: "\n".join(["question,answer", *lines]) for split, lines in (("train", rows), ("test", test))}
+    folder = folder_with(tmp_path / "data", **splits)
     named = ("data.options.prompt_column=question", "data.options.completion_column=answer")
     limits = ("data.max_prompt_tokens=64", "data.max_completion_tokens=32", "schedule.horizon=16")
     run = train_small_on(f"{{task: text, path: {folder}}}", tmp_path / "run", *named, *limits, "train.max_steps=3")

@@ -156,11 +156,6 @@ def test_a_second_run_reads_the_cached_rows(folder: Path, tokenizer: Any, tokeni
     assert not list((folder / "cache" / "skipdecode").glob("unfinished-*"))
 
 
-def touch(folder: Path) -> None:
-    file = folder / "data" / "train.jsonl"
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -180,7 +175,8 @@ def test_changing_anything_that_rows_depend_on_tokenises_again(
     encode(folder, tokenizer)
     before = len(tokenised)
     if change.pop("touch", False):
-        touch(folder)
+        file = folder / "data" / "train.jsonl"
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     if change.pop("bos", False):
         tokenizer.eos_token = "<unk>"
     if size := change.pop("vocabulary", None):
@@ -208,9 +204,7 @@ def test_two_processes_make_the_same_rows_as_one(folder: Path, tokenizer: Any) -
 
 @pytest.mark.release  # its processes take 10 s for their imports
 def test_an_error_in_a_tokenising_process_is_reported_and_caches_nothing(folder: Path, tokenizer: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 are allowed: raise data\.max_prompt"
-    ):
+    with pytest.raises(ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 are allowed: raise"):
         encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2, max_prompt_tokens=5)
     assert list((folder / "other" / "skipdecode").iterdir()) == []
 

@@ -20,10 +20,7 @@ def folder_with(tmp_path: Path, rows: str) -> Path:
     return tmp_path
 
 
-@given(
-    st.sampled_from(ACTS),
-    st.dictionaries(st.sampled_from(SLOTS), st.text("abc ,:+(é'", max_size=8), min_size=1),
-)
+@given(st.sampled_from(ACTS), st.dictionaries(st.sampled_from(SLOTS), st.text("abc ,:+(é'", max_size=8), min_size=1))
 def test_a_meaning_representation_parses_to_its_act_and_its_slots_in_order(act: str, slots: dict[str, str]) -> None:
     meaning = parse_act(f"{act}({', '.join(f'{slot}[{value}]' for slot, value in slots.items())})")
     assert meaning.act == act

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from data import load_task
 from data.placeholders import put_back
-from data.webnlg import UNSEEN, WebNLG, hide_names, letters_of, linearise, said
+from data.webnlg import UNSEEN, WebNLG, _entry, hide_names, letters_of, linearise, said
 from skipdecode import ConfigError
 
 CITY = ("Aarhus_Airport | cityServed | Aarhus", "Aarhus | leaderName | Jacob_Bundsgaard")
@@ -60,26 +60,26 @@ def test_hiding_and_restoring_names_gives_the_original_text(names: list[str], da
     triples = tuple(f"{names[0]} | property | {name}" for name in names[1:])
     spoken = [name.strip('"').replace("_", " ") for name in names]
     text = "Here: " + "; ".join(data.draw(st.permutations(spoken))) + "."
-    from data.webnlg import _entry  # makes an example without a file
-
     example = task._example("one", _entry("here", "Food", triples, [("good", text)]), "train")
     (target,) = example.targets
     assert not any(name in target for name in spoken)
     assert task.restore(example, target) == text
     assert [name for _, name in example.substitutions] == spoken
     assert len({hidden for hidden, _ in example.substitutions}) == len(names)
-    assert example.prompt.split(" | ") == [
-        f"Xqa : property : {hidden}{end}"
-        for (hidden, _), end in zip(example.substitutions[1:], [*[""] * (len(names) - 2), "\n"], strict=True)
-    ]
+    assert example.prompt == " | ".join(f"Xqa : property : {hidden}" for hidden, _ in example.substitutions[1:]) + "\n"
 
 
-def test_a_name_is_hidden_in_any_spelling() -> None:
+def test_a_name_is_hidden_in_any_spelling_and_before_other_names_short_forms() -> None:
     letters = {"Adolfo_Suárez_Madrid–Barajas_Airport": "qa", "Madrid": "qb", "Wilfred_R._Cousins,_Jr.": "qc"}
+    letters |= {"Aarhus,_Denmark": "qd", "Aarhus": "qe", "Denmark": "qf"}
+    letters |= {"Bolt_(comicsCharacter)": "qg", "(19255)_1994_VK8": "qh", "Runway_2": "qi"}
     for text, hidden in {
         "ADOLFO SUAREZ Madrid-Barajas airport, near Madrid.": "Xqa, near Xqb.",
         "Wilfred R Cousins Jr. and Madrid's mayor": "Xqc. and Xqb's mayor",
         "Madridista, pre_Madrid": "Madridista, pre_Madrid",
+        "Aarhus, Denmark, or Denmark or Aarhus": "Xqd, or Xqf or Xqe",
+        # Parentheses are hidden in pairs.
+        "Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2": "Xqg (like Xqh) has (Runway) 2",
     }.items():
         assert hide_names(text, letters) == hidden
 
@@ -109,29 +109,10 @@ def test_common_variants_of_a_name_are_hidden(name: str, text: str, hidden: int)
     assert put_back(found, [("Xqa", said(name))]).count(said(name)) >= hidden
 
 
-def test_parentheses_of_a_name_are_hidden_in_pairs() -> None:
-    names = {"Bolt_(comicsCharacter)": "qa", "(19255)_1994_VK8": "qb", "Runway_2": "qc"}
-    assert (
-        hide_names("Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2", names)
-        == "Xqa (like Xqb) has (Runway) 2"
-    )
-
-
-def test_a_name_that_ends_in_a_full_stop_adds_no_second_one() -> None:
-    assert (
-        put_back("By Xqa. At Xqb.", [("Xqa", "Damon Wayans, Jr."), ("Xqb", "Italy")])
-        == "By Damon Wayans, Jr. At Italy."
-    )
-
-
-def test_the_article_before_a_name_follows_its_sound() -> None:
-    names = [("Xqa", "United States"), ("Xqb", "Italy"), ("Xqc", "Eureka"), ("Xqd", "Japan")]
+def test_a_name_that_is_put_back_adds_no_second_full_stop_and_its_article_follows_its_sound() -> None:
+    names = [("Xqa", "United States"), ("Xqb", "Italy"), ("Xqc", "Eureka"), ("Xqd", "Japan"), ("Xqe", "D. Wayans, Jr.")]
     assert put_back("a Xqa or an Xqb, an Xqc, an Xqd", names) == "a United States or an Italy, a Eureka, a Japan"
-
-
-def test_a_full_name_takes_precedence_over_another_names_short_form() -> None:
-    letters = {"Aarhus,_Denmark": "qa", "Aarhus": "qb", "Denmark": "qc"}
-    assert hide_names("Aarhus, Denmark, or Denmark or Aarhus", letters) == "Xqa, or Xqc or Xqb"
+    assert put_back("By Xqe. At Xqb.", names) == "By D. Wayans, Jr. At Italy."
 
 
 def test_targets_are_the_texts_that_omit_the_fewest_names(tmp_path: Path) -> None:
@@ -159,9 +140,8 @@ def test_with_shuffle_each_text_has_its_own_order_of_triples(tmp_path: Path) -> 
         shuffled = WebNLG(str(folder), hidden, shuffle=True).load("train")
         assert [example.targets for example in shuffled] == [(text,) for text in texts]
         assert len({example.id for example in shuffled}) == len({example.prompt for example in shuffled}) == len(texts)
-        assert {tuple(sorted(example.prompt.strip().split(" | "))) for example in shuffled} == {
-            tuple(sorted(plain.prompt.strip().split(" | ")))
-        }
+        triples_of = [sorted(example.prompt.strip().split(" | ")) for example in (plain, *shuffled)]
+        assert triples_of == triples_of[:1] * len(triples_of)
         assert shuffled == WebNLG(str(folder), hidden, shuffle=True).load("train"), "the same every time"
         assert WebNLG(str(folder), hidden, shuffle=True).load("test") == WebNLG(str(folder), hidden).load("test")
 

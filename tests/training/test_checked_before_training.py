@@ -28,26 +28,19 @@ from train.recipe import load_recipe
         (["model.shape=opt-tny"], "unknown model.shape 'opt-tny': did you mean 'opt-tiny'"),
         (["model.name_or_path=/nowhere/at/all"], "not both"),
         (["model.vocab_size=10"], "model.vocab_size is 10"),
-        (["model.vocab_size=4294967295"], "model.vocab_size is 4294967295"),
         (["model.config.layerdrop=0.1"], "layerdrop to 0.1, which would randomly skip layers"),
         (["model.config.hidden_size=0"], "hidden_size is 0"),
         (["model.config.max_position_embeddings=40"], "the model has 40"),
         (["data.max_prompt_tokens=3"], "at most 3 are allowed: raise data.max_prompt_tokens"),
         (["schedule.speedups=null", "schedule.files=[LAYERS24]"], "is for 24 layers, the model has 8"),
-        (["schedule.speedups=null", "schedule.files=[MINMAX]"], "min_layers is 9: it must lie between warmup_layers"),
         (["schedule.speedups=null", "schedule.files=[LOWEST,EVEN]"], "differ in placement (bottom and even)"),
-        (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
         (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
         (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
         (["data.options={path: x}"], "data.options has the key path: set the folder of the task's files as data.path"),
-        (["data.options={name: x}"], "unknown option of the task 'departures' 'name'"),
         (["data.limit=0"], "data.limit is 0"),
-        (["data.num_proc=0"], "data.num_proc is 0"),
         (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
-        (["lora.r=4", "lora.target_modules=[nothing]"], "lora.target_modules is ['nothing']"),
         (["lora.r=4", "lora.merge=false"], "lora.merge=false needs model.name_or_path"),
         (["lora.r=0"], "lora.r is 0"),
-        (["model.dtype=float16", "train.precision=fp16"], "keep model.dtype=float32"),
         (["model.dtype=float16"], "keep model.dtype=float32"),
         (["model.dtype=float16", "train.precision=bf16", "lora.r=4"], "needs a GPU: set model.dtype=bfloat16"),
         (["publish.public=true"], "publish.public is true and publish.repository is null: nothing is published"),
@@ -55,8 +48,6 @@ from train.recipe import load_recipe
         (["schedule.default_speedup=9"], "schedule.default_speedup is 9: it must lie between 1 and"),
         (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected distinct targets"),
         (["evaluation.speedups=[1,1]"], "evaluation.speedups is [1, 1]"),
-        (["evaluation.speedups=[]"], "evaluation.speedups is []"),
-        (["evaluation.speedups=[.nan]"], "evaluation.speedups"),
         (["evaluation.speedups=[1,90]"], "the evaluation after training would fail: speedup is 90"),
         (["evaluation.speedups=[1]", "evaluation.max_new_tokens=250"], "the model has 256 positions and max_new"),
     ],
@@ -64,12 +55,9 @@ from train.recipe import load_recipe
 def test_bad_settings_give_a_one_line_error_before_training_and_write_nothing(
     overrides: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
-    for name, (highest, lowest) in {"LAYERS24": (9, 3), "MINMAX": (3, 9)}.items():
-        depth = 24 if name == "LAYERS24" else 8
-        (tmp_path / name).write_text(json.dumps({"num_layers": depth, "max_layers": highest, "min_layers": lowest}))
-    for name, placement in {"LOWEST": "bottom", "EVEN": "even"}.items():
-        (tmp_path / name).write_text(SkipSchedule(8, 5, 3, placement=placement).to_json())  # type: ignore[arg-type]
-    for name in ("LAYERS24", "MINMAX", "LOWEST", "EVEN"):
+    lowest, even = (SkipSchedule(8, 5, 3, placement=placement) for placement in ("bottom", "even"))
+    for name, schedule in {"LAYERS24": SkipSchedule(24, 9, 3), "LOWEST": lowest, "EVEN": even}.items():
+        (tmp_path / name).write_text(schedule.to_json())
         overrides = [override.replace(name, str(tmp_path / name)) for override in overrides]
     folder = tmp_path / "run"
     assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides]) == 2
@@ -97,35 +85,26 @@ def test_a_single_process_with_several_gpus_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(
-        ConfigError, match="sees 2 GPUs: start one process for each with torchrun --nproc_per_node 2 train"
-    ):
+    with pytest.raises(ConfigError, match="sees 2 GPUs: start one process for each with torchrun --nproc_per_node 2"):
         train_small(tmp_path / "run", "train.max_steps=1")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path, capsys: Any) -> None:
-    rows = [{"prompt": f"say {n}\n", "completion": f"it is {n}"} for n in range(40)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = tmp_path / "own.yaml"
-    columns = "options: {prompt_column: prompt, completion_column: completion}"
-    recipe.write_text(
-        f"model: {{shape: opt-tiny}}\ndata: {{task: text, path: {tmp_path / 'data'}, {columns}}}\n"
-        "schedule: {speedups: [1, 2]}\n"
-    )
-    small = [override for override in SMALL if not override.startswith("data.")]
-    words = [*small, f"output.dir={tmp_path / 'run'}", "evaluation.speedups=[1]"]
-    assert train.cli.main(["--recipe", str(recipe), *words]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "error: the evaluation after training would fail: split 'test' of text has no file" in said
+def own_data(folder: Path, split: str = "train", completion: str = "it is 5") -> str:
+    """Write nine rows of a split of a user's own data. Returns the section of a recipe that names the folder."""
+    rows = [{"prompt": f"Jane Doe {n}\n", "completion": completion} for n in range(9)]
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"{{task: text, path: {folder}, options: {{prompt_column: prompt, completion_column: completion}}}}"
+
+
+def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="evaluation after training would fail: split 'test' of text has no file"):
+        train_small_on(own_data(tmp_path), tmp_path / "run", "evaluation.speedups=[1]")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_remembers_no_prompt_of_data_of_ones_own(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Jane Doe {n}\n", "completion": f"it is {n}"} for n in range(9)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = f"{{task: text, path: {tmp_path}, options: {{prompt_column: prompt, completion_column: completion}}}}"
+    data = own_data(tmp_path)
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"model: {{shape: opt-tiny}}\ndata: {data}\nschedule: {{speedups: [1, 2]}}\n")
     own = [override for override in SMALL if not override.startswith("data.")]
@@ -136,10 +115,8 @@ def test_a_checkpoint_remembers_no_prompt_of_data_of_ones_own(tmp_path: Path) ->
 
 
 def test_validation_rows_that_are_longer_than_the_model_are_refused_before_training(tmp_path: Path) -> None:
-    for split, words in (("train", 1), ("validation", 60)):
-        rows = [{"prompt": f"say {n}\n", "completion": " it" * words} for n in range(9)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = f"{{task: text, path: {tmp_path}, options: {{prompt_column: prompt, completion_column: completion}}}}"
+    data = own_data(tmp_path)
+    own_data(tmp_path, "validation", completion=" it" * 60)
     changes = ["model.config.max_position_embeddings=40", "train.validate_rows=4", "schedule.speedups=[1]"]
     with pytest.raises(ConfigError, match="positions, but the model has 40"):
         train_small_on(data, tmp_path / "run", *changes)
@@ -170,9 +147,8 @@ def test_settings_that_do_not_affect_the_weights_may_change_when_a_run_continues
     said = capsys.readouterr().err
     assert "continuing with changed settings: train.logging_steps was 1, is 3" in said
     quoted = shlex.quote(str(folder))
-    assert (
-        f"finished: the checkpoint is {folder}; to measure its speedups: python -m eval --checkpoint {quoted}\n" in said
-    )
+    measuring = f"to measure its speedups: python -m eval --checkpoint {quoted}\n"
+    assert f"finished: the checkpoint is {folder}; {measuring}" in said
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 6]
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 4, 6)]
     expected = load_file(straight / "model.safetensors")

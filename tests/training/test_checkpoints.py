@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from small_checkpoints import flip
 from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
+import train.objective
+import train.run
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from train.checkpoints import last_complete_checkpoint, resume_advice, set_damaged_aside
@@ -39,6 +42,15 @@ def chosen(folder: Path) -> tuple[str | None, str]:
     console = Console(record=True, width=500, file=io.StringIO())
     found = last_complete_checkpoint(folder, console)
     return (Path(found).name if found is not None else None), console.export_text()
+
+
+def check_same_end(mine: Path, reference: Path) -> None:
+    """Check that a run has the weights and the logged losses of another."""
+    expected = load_file(reference / "model.safetensors")
+    for name, value in load_file(mine / "model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+    found, wanted = ([(line["step"], line["loss"]) for line in metrics(each)] for each in (mine, reference))
+    assert found == wanted
 
 
 def test_the_newest_checkpoints_are_kept_with_checksums_of_all_files(cut: Path) -> None:
@@ -87,16 +99,13 @@ def test_a_run_interrupted_after_its_last_step_finishes_with_the_same_weights(
     (folder / "recipe.yaml").write_text(recipe)
     if damaged:
         flip(folder / "checkpoint-9" / "model.safetensors")
-    expected = load_file(cut / "model.safetensors")
     (folder / "model.safetensors").unlink()
     warnings: list[str] = []
     monkeypatch.setattr(transformers.trainer.logger, "warning", warnings.append)
     train_small(folder, "train.max_steps=9", "schedule.texts=0")
     assert not [line for line in warnings if "keys" in line], "the tied LM head is missing in checkpoints"
-    for name, value in load_file(folder / "model.safetensors").items():
-        assert torch.equal(value, expected[name]), name
+    check_same_end(folder, cut)
     assert [line["step"] for line in metrics(folder)] == list(range(1, 10))
-    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
     assert chosen(folder) == ("checkpoint-9", "")
 
 
@@ -128,9 +137,8 @@ def test_sigterm_stops_a_run_after_saving_a_checkpoint_of_the_step(tmp_path: Pat
     assert status == 143
     step = metrics(folder)[-1]["step"]
     line = said.splitlines()[-1]
-    assert line.startswith(
-        f"stopped: SIGTERM after step {step}: the last good checkpoint is {folder}/checkpoint-{step}"
-    )
+    saved = f"{folder}/checkpoint-{step}"
+    assert line.startswith(f"stopped: SIGTERM after step {step}: the last good checkpoint is {saved}")
     assert chosen(folder)[0] == f"checkpoint-{step}"
 
 
@@ -159,8 +167,6 @@ def test_a_full_disk_stops_the_run_and_keeps_the_previous_checkpoint(tmp_path: P
 def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train.objective
-
     original = train.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -186,8 +192,6 @@ def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
 def test_weights_after_an_infinite_gradient_are_not_saved(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train.objective
-
     original = train.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -206,19 +210,13 @@ def test_weights_after_an_infinite_gradient_are_not_saved(
     assert not list(folder.glob("checkpoint-*"))
 
 
+# The learning rate is so high that the first checkpoint is the best.
+WORSE = ["train.finish_with=best", "optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
+
+
 def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path: Path) -> None:
-    """The learning rate is so high that the first checkpoint is the best."""
-    folder = train_small(
-        tmp_path / "run",
-        "train.max_steps=12",
-        "schedule.texts=0",
-        "train.save_total_limit=2",
-        "train.validate_rows=8",
-        "train.finish_with=best",
-        "optim.learning_rate=0.5",
-        "optim.scheduler=constant",
-        "optim.max_grad_norm=1000.0",
-    )
+    overrides = ["train.max_steps=12", "schedule.texts=0", "train.save_total_limit=2", "train.validate_rows=8"]
+    folder = train_small(tmp_path / "run", *overrides, *WORSE)
     lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6, 9, 12]
     for line in lines:
@@ -232,16 +230,22 @@ def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
-    """Send SIGTERM to this process after a run's callback for an event of a step."""
-    import train.run
+def send_sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interfere(patch: pytest.MonkeyPatch, act: Callable[[], None], event: str, step: int) -> None:
+    """Act after a run's callback for an event of a step."""
     original = getattr(train.run.MetricsFile, event)
 
     def told(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         original(self, args, state, control, **kwargs)
         if state.global_step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            act()
 
     patch.setattr(train.run.MetricsFile, event, told)
 
@@ -249,10 +253,9 @@ def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
 def test_a_stopped_run_keeps_its_newest_and_best_checkpoints_and_a_damaged_best_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is one checkpoint, and the learning rate is so high that the first one is the best."""
-    send_sigterm(monkeypatch, "on_log", 4)
-    overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", "train.finish_with=best"]
-    overrides += ["optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
+    """The limit is one checkpoint."""
+    interfere(monkeypatch, send_sigterm, "on_log", 4)
+    overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", *WORSE]
     folder = tmp_path / "run"
     with pytest.raises(RunStopped, match=r"SIGTERM after step 5: the last good checkpoint is .*checkpoint-5;"):
         train_small(folder, *overrides)
@@ -270,7 +273,7 @@ def test_sigterm_during_the_last_step_stops_a_run_after_its_finished_checkpoint(
     overrides = ["train.max_steps=3", "train.logging_steps=2", "evaluation.speedups=[1]", "evaluation.limit=2"]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        send_sigterm(patch, "on_step_end", 3)
+        interfere(patch, send_sigterm, "on_step_end", 3)
         with pytest.raises(RunStopped, match=r"SIGTERM during the last step: .*holds the trained checkpoint"):
             train_small(folder, *overrides)
     assert [line["step"] for line in metrics(folder)] == [2, 3]
@@ -316,42 +319,19 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_weights_of_an_uninterrupt
     status, _ = signalled(folder, signal.SIGKILL, random.randint(1, 7), *overrides)
     assert status == -signal.SIGKILL
     train_small(folder, *overrides)
-    expected = load_file(cut / "model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
-    assert [(line["step"], line["loss"]) for line in metrics(folder)] == [
-        (line["step"], line["loss"]) for line in metrics(cut)
-    ]
+    check_same_end(folder, cut)
 
 
 def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, which uses the same random generator; an epoch has 3 steps of 4 rows."""
-    import train.run
-
     overrides = ["data.options={train_size: 4, validation_size: 4, test_size: 4}", "train.per_device_batch_size=4"]
     overrides += ["train.max_steps=8", "train.save_steps=1", "model.config.dropout=0.1", "schedule.texts=0"]
     straight = train_small(tmp_path / "straight", *overrides)
-    original = train.run.MetricsFile
-    for stop in (3, 7):  # at the end of an epoch, and in the middle of one
-
-        def cut_off(folder: Path, stop: int = stop) -> Any:
-            callback = original(folder)
-            inner = callback.on_log
-
-            def on_log(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                inner(args, state, control, **kwargs)
-                if state.global_step == stop + 1:
-                    raise KeyboardInterrupt
-
-            callback.on_log = on_log
-            return callback
-
+    for step in (4, 8):  # after the end of an epoch, and in the middle of one
         with monkeypatch.context() as patch:
-            patch.setattr(train.run, "MetricsFile", cut_off)
+            interfere(patch, interrupt, "on_log", step)
             with pytest.raises(KeyboardInterrupt):
                 train_small(tmp_path / "cut", *overrides)
-    folder = train_small(tmp_path / "cut", *overrides)
-    expected = load_file(straight / "model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
-    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(straight)]
+    check_same_end(train_small(tmp_path / "cut", *overrides), straight)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from forked_python import run_python, start_python
+from small_runs import SMALL, metrics
 from transformers import AutoModelForCausalLM
 
 import train.cli
@@ -22,21 +23,8 @@ from train.run import run
 
 LEARNING_RATE = 3e-3
 ROWS = 12  # rows of a step, over all processes; there are 120, so that another order would give other steps
-COMMON = [
-    "model.config.num_hidden_layers=8",
-    "model.config.hidden_size=48",
-    "model.config.word_embed_proj_dim=48",
-    "model.config.ffn_dim=192",
-    "model.config.dropout=0.0",
-    "model.vocab_size=320",
-    "data.options={train_size: 40, validation_size: 4, test_size: 4}",
-    f"optim.learning_rate={LEARNING_RATE}",
-    "optim.warmup_steps=0",
-    "train.max_steps=4",
-    "train.logging_steps=1",
-    "train.save_steps=2",
-    "tracking.wandb=off",
-]
+COMMON = [*SMALL, "model.config.dropout=0.0", "data.options={train_size: 40, validation_size: 4, test_size: 4}"]
+COMMON += [f"optim.learning_rate={LEARNING_RATE}", "train.max_steps=4", "train.save_steps=2"]
 # What is trained. One process without DeepSpeed is the reference.
 WHAT = {
     "sampled": [],
@@ -57,13 +45,8 @@ CASES = [
 ]
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return dict(model.state_dict())
+    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 def training(folder: Path, *overrides: str) -> list[str]:
@@ -133,8 +116,7 @@ SHORT = ("zero2", "zero3")
 
 
 @pytest.mark.parametrize(
-    ("config", "what"),
-    [pytest.param(c, what, marks=() if c in SHORT else pytest.mark.release) for c, what, _ in CASES],
+    ("config", "what"), [pytest.param(c, what, marks=() if c in SHORT else pytest.mark.release) for c, what, _ in CASES]
 )
 def test_two_processes_train_the_same_weights_as_one(
     config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]

@@ -1,6 +1,7 @@
 """A setting that has no effect because of another one is refused, in a one-line error that names both."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,26 +94,12 @@ ALWAYS = {
     "data": {"task", "path", "options", "max_prompt_tokens", "max_completion_tokens", "limit", "num_proc", "cache_dir"},
     "schedule": {"speedups", "files", "speedup_range", "horizon", "over", "batch_size", "prompt_length", "texts"},
     "optim": {
-        "learning_rate",
-        "weight_decay",
-        "beta1",
-        "beta2",
-        "scheduler",
-        "max_grad_norm",
-        "exits",
-        "layer_dropout",
+        *("learning_rate", "weight_decay", "beta1", "beta2", "scheduler", "max_grad_norm"),
+        *("exits", "layer_dropout"),
     },
     "train": {
-        "max_steps",
-        "per_device_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "precision",
-        "logging_steps",
-        "save_steps",
-        "save_total_limit",
-        "validate_rows",
-        "seed",
+        *("max_steps", "per_device_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "precision"),
+        *("logging_steps", "save_steps", "save_total_limit", "validate_rows", "seed"),
     },
     "lora": {"r"},
     "deepspeed": {"config"},
@@ -134,8 +121,7 @@ def load(folder: Path, in_file: dict[str, Any], overridden: dict[str, Any] | Non
 
 
 def get(recipe: Recipe, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(recipe, section), name)
+    return attrgetter(key)(recipe)
 
 
 def default_of(key: str) -> Any:
@@ -202,13 +188,9 @@ def test_every_recipe_key_and_every_rule_is_covered_by_a_case(tmp_path: Path) ->
 @given(name=st.sampled_from(recipe_names()), data=st.data())
 def test_shipped_recipes_accept_common_overrides_without_further_changes(name: str, data: st.DataObject) -> None:
     """An override may leave settings of the file without effect, which are then reset."""
-    overrides = st.sampled_from(
-        [
-            *("train.max_steps=50", "tracking.wandb=off", "lora.r=null", "evaluation.speedups=null"),
-            *("optim.scheduler=constant", "schedule.decay=constant", "schedule.decay=linear"),
-        ]
-    )
-    load_recipe(name, data.draw(st.lists(overrides, max_size=3)))
+    common = ["train.max_steps=50", "tracking.wandb=off", "lora.r=null", "evaluation.speedups=null"]
+    common += ["optim.scheduler=constant", "schedule.decay=constant", "schedule.decay=linear"]
+    load_recipe(name, data.draw(st.lists(st.sampled_from(common), max_size=3)))
     load_recipe(name, ["schedule.speedups=[1]", "schedule.speedup_range=null", "optim.exits=all"])
     load_recipe(name, ["schedule.speedups=null", "schedule.speedup_range=null", "schedule.files=[a.json]"])
     load_recipe(name, ["model.shape=null", "model.config=null", "model.tokenizer=null", "model.name_or_path=gpt2"])
@@ -232,14 +214,8 @@ def test_settings_with_an_effect_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"optim.distillation": 0.5, "schedule.speedups": None, "schedule.files": ["full.json"]},
-            "no schedule in schedule.files .* skips a layer",
-        ),
-        (
-            {"schedule.prompt": "max", "schedule.prompt_stop": 12},
-            "prompts run at most [0-9]+ layers, so they never stop early",
-        ),
+        ({"optim.distillation": 0.5, **FILES}, "no schedule in schedule.files .* skips a layer"),
+        ({"schedule.prompt": "max", "schedule.prompt_stop": 12}, "prompts run at most [0-9]+ layers, so they never"),
     ],
 )
 def test_settings_without_effect_under_the_given_schedules_are_refused_before_training(

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,14 +22,8 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from train.adapters import add_adapters
 from train.recipe import LoraSection
 
-LORA = (
-    "lora.r=4",
-    "lora.alpha=8",
-    "optim.learning_rate=0.03",
-    "train.max_steps=4",
-    "train.gradient_checkpointing=true",
-    "schedule.texts=0",
-)
+LORA = ["lora.r=4", "lora.alpha=8", "optim.learning_rate=0.03", "train.max_steps=4"]
+LORA += ["train.gradient_checkpointing=true", "schedule.texts=0"]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +47,8 @@ def tokens(model: Any, folder: Path, weights: Any = None) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     prompts = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-    return model.generate(
-        **inputs,
-        custom_generate=skip_generate,
-        schedule=config.schedules[3.0],
-        weights=weights,
-        max_new_tokens=24,
-        do_sample=False,
-    )
+    request = {"custom_generate": skip_generate, "schedule": config.schedules[3.0], "weights": weights}
+    return model.generate(**inputs, **request, max_new_tokens=24, do_sample=False)
 
 
 def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path: Path) -> None:
@@ -197,8 +186,6 @@ def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
     """The weights merged by peft are those of the base plus the product of the adapters."""
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     adapters = load_file(apart / "adapter_model.safetensors")
-    import peft
-
     merged = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), apart).merge_and_unload()
     for name, value in merged.state_dict().items():
         expected = before[name]

@@ -83,9 +83,8 @@ def test_profile_auto_uses_this_machines_profile_if_there_is_one(
     assert SkipConfig.from_dict(without.skip_config.to_dict()).cost_for(without.cost) == cpu, "as it decodes later"
 
     weights = fast_path(without.model).usual_weights()
-    profile = replace(
-        a_profile(without.model), setting=profile_setting(without.model, CostModel.of(without.model), weights)
-    )
+    setting = profile_setting(without.model, CostModel.of(without.model), weights)
+    profile = replace(a_profile(without.model), setting=setting)
     profile.save()
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
     (tmp_path / "begun").mkdir()
@@ -116,9 +115,8 @@ def test_training_reads_the_file_that_calibrate_writes(
     assert f"written to {file}" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
     profile = Profile.load(file)
-    assert profile.setting == profile_setting(
-        load_model(str(folder)), CostModel.of(load_model(str(folder))), profile.setting["weights"]
-    )
+    model = load_model(str(folder))
+    assert profile.setting == profile_setting(model, CostModel.of(model), profile.setting["weights"])
     assert main([*words, "--output", str(file)]) == 2
     assert "machine.json exists already: name a new file" in capsys.readouterr().err
     assert json.loads(file.read_text())["format"]

@@ -36,12 +36,9 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}
         | {"num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 24000, "tie_word_embeddings": False},
         [
-            "train.per_device_batch_size=6",
-            "train.gradient_checkpointing=true",
-            "train.gradient_accumulation_steps=2",
-            "schedule.sampling=sandwich",
-            "schedule.speedups=[1,1.3]",
-            "optim.distillation=0.5",
+            *("train.per_device_batch_size=6", "train.gradient_checkpointing=true"),
+            *("train.gradient_accumulation_steps=2", "schedule.sampling=sandwich"),
+            *("schedule.speedups=[1,1.3]", "optim.distillation=0.5"),
         ],
     ),
 }
@@ -93,12 +90,9 @@ def test_the_estimated_memory_is_within_10_percent_of_the_peak_of_a_training_pro
         (tmp_path / f"{number}.yaml").write_text(json.dumps(shape))
         own = [f"model.shape={tmp_path / f'{number}.yaml'}", f"output.dir={tmp_path / 'out'}"]
         overrides.append([*own, "model.config=null", "data.options={train_size: 40}", *changes])
-    found = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(overrides)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, "-c", MEASURE, json.dumps(overrides)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
     lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
     for kind, figures in zip(kinds, lines, strict=True):
@@ -150,13 +144,8 @@ def test_checkpointing_smaller_budgets_and_smaller_batches_reduce_the_estimate()
 
 
 def test_the_candidates_for_the_heaviest_step_are_the_slowest_schedules() -> None:
-    full = SkipSchedule.full_depth(8, 8)
-    schedules = (
-        SkipSchedule(8, 2, 1, horizon=8),
-        full,
-        SkipSchedule(8, 6, 3, horizon=8),
-        SkipSchedule(8, 4, 2, horizon=8),
-    )
+    two, six, four = (SkipSchedule(8, layers, layers // 2, horizon=8) for layers in (2, 6, 4))
+    schedules = (two, SkipSchedule.full_depth(8, 8), six, four)
     sampler = ScheduleSampler((4.0, 1.0, 1.5, 2.0), schedules, (1.0, 1.0, 0.0, 1.0), 0)
 
     def speedups(sampler: ScheduleSampler, distils: bool) -> list[list[float]]:

@@ -71,15 +71,6 @@ def test_losses_of_parts_divided_by_the_batchs_totals_add_up_to_its_loss(power: 
     assert sum(loss(part, totals) for part in parts) == pytest.approx(loss(whole), rel=1e-6)
 
 
-def test_padding_has_no_gradient() -> None:
-    logits, labels = batch()
-    logits.requires_grad_()
-    completion_loss(logits, labels, predicting_budgets(SCHEDULE, 5), num_layers=8).backward()
-    assert logits.grad is not None
-    assert (logits.grad[labels == IGNORED] == 0).all()
-    assert (logits.grad[labels != IGNORED].abs().sum(-1) > 0).all()
-
-
 def test_distillation_is_the_divergence_from_the_teacher_over_completion_tokens() -> None:
     logits, labels = batch()
     teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))

@@ -86,10 +86,8 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(
 
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert publish() == 2
-    assert (
-        capsys.readouterr().err
-        == "error: there is no terminal to ask for confirmation: pass --yes to send without it\n"
-    )
+    refusal = "error: there is no terminal to ask for confirmation: pass --yes to send without it\n"
+    assert capsys.readouterr().err == refusal
     assert not hub.repositories
     assert publish("--yes") == 0
     printed = capsys.readouterr().out
@@ -126,6 +124,7 @@ def test_a_recipe_with_a_repository_publishes_its_checkpoint_also_after_a_failed
     settings = ["train.max_steps=1", "schedule.texts=0", f"publish.repository={NAME}", "publish.tag=first 1"]
     with pytest.raises(ConfigError, match="is trained, and the same command continues with publishing"):
         train_small(tmp_path / "run", *settings)
+    assert hub.repositories[NAME].files == {}
     hub.breaks = 0
     folder = train_small(tmp_path / "run", *settings)
     files = hub.repositories[NAME].files
@@ -157,9 +156,7 @@ def test_the_metadata_of_pictures_is_checked_for_secrets_but_not_their_pixels(ru
     assert "schedules.png" in pack(run, NAME).contents
     for text in ("drawn in /home/me/secret data", SECRETS["Google"]):
         draw(run / "schedules.png", b"a", Comment=text)
-        with pytest.raises(
-            ConfigError, match=r"schedules.png (contains the local path /home/me|seems to contain a key of Google)"
-        ):
+        with pytest.raises(ConfigError, match=r"schedules.png (contains the local path /home/me|seems to contain a)"):
             pack(run, NAME)
     (run / "schedules.png").write_bytes(b"no picture")
     with pytest.raises(ConfigError, match=r"schedules.png isn't a PNG"):
@@ -185,21 +182,8 @@ def test_sending_without_a_network_gives_a_one_line_error(run: Path, monkeypatch
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    with pytest.raises(ConfigError, match=r"sending to me/small failed \(.*refused"):
+    with pytest.raises(ConfigError, match=r"sending to me/small failed \(.*refused.*: run the same command again"):
         send(pack(run, NAME))
-
-
-def test_an_interrupted_upload_changes_nothing_and_a_repeated_one_completes_it(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
-    hub.breaks = 10**6
-    with pytest.raises(ConfigError, match=r"sending to me/small failed .*: run the same command again"):
-        send(pack(run, NAME))
-    assert hub.repositories[NAME].files == {}
-    hub.breaks = 0
-    send(pack(run, NAME))
-    arrived(hub, run)
 
 
 def test_checkpoint_files_of_an_earlier_version_are_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
@@ -234,10 +218,7 @@ def test_an_error_of_the_hub_is_reported_in_one_line(run: Path, hub: Hub, monkey
     ("change", "message"),
     [
         (lambda run: (run / "model.safetensors").unlink(), "is damaged: model.safetensors is missing"),
-        (
-            lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99),
-            "is damaged: model.safetensors has 99 bytes",
-        ),
+        (lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99), "model.safetensors has 99 bytes"),
         (lambda run: shutil.copy(run / "config.json", run / "x.safetensors"), "x.safetensors was added"),
         (lambda run: (run / "tokenizer.json").write_text("{"), "is damaged: tokenizer.json has 1 bytes"),
         (lambda run: (run / "config.json").unlink(), "isn't a finished run: it has no config.json"),
@@ -246,16 +227,10 @@ def test_an_error_of_the_hub_is_reported_in_one_line(run: Path, hub: Hub, monkey
         (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "seems to contain a token of the Hub"),
         (lambda run: add(run, "eval/report.md", "\nWANDB_API_KEY=" + "0a" * 20), "a key of Weights & Biases"),
         (lambda run: put_metadata(run, {"note": "glpat-" + "a1B2" * 5}), "model.safetensors seems to contain a"),
-        (
-            lambda run: put_metadata(run, {"from": "/home/me/models/base"}),
-            "model.safetensors contains the local path /home/me/models/base",
-        ),
+        (lambda run: put_metadata(run, {"from": "/home/me/base"}), "model.safetensors contains the local path /home"),
         (lambda run: link(run, "recipe.yaml"), "recipe.yaml is a symbolic link to "),
         (lambda run: link(run, "eval"), "is a symbolic link to "),
-        (
-            lambda run: (run / "README.md").write_text("kept in /home/me/models/base."),
-            "contains the local path /home/me/models/base",
-        ),
+        (lambda run: (run / "README.md").write_text("kept in /home/me/base."), "contains the local path /home/me/base"),
     ],
 )
 def test_incomplete_damaged_or_secret_contents_are_refused_before_sending(
@@ -292,13 +267,10 @@ def test_the_model_card_agrees_with_the_folder(run: Path) -> None:
     assert "custom_generate" in metadata.tags
     report = json.loads((run / "eval" / "report.json").read_text())
     for row in report["rows"]:
-        assert (
-            f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['label']} | {row['wall_clock_speedup']:.2f}x ["
-            in text
-        )
-    assert [result.metric_value for result in metadata.eval_results] == [
-        round(row["scores"]["bleu"], 2) for row in report["rows"]
-    ]
+        label, layers, speedup = row["label"], row["mean_layers"], row["wall_clock_speedup"]
+        assert f"| {label} | {layers:.2f} of 8 | {label} | {speedup:.2f}x [" in text
+    scores = [round(row["scores"]["bleu"], 2) for row in report["rows"]]
+    assert [result.metric_value for result in metadata.eval_results] == scores
     assert "](eval/frontier.png)" in text
     assert "one of 4 schedules, drawn again in each step" in text
     assert "{{" not in text
@@ -369,12 +341,9 @@ def test_a_secret_is_detected_in_every_format(secret: str) -> None:
     assert find_secret(json.dumps({"notes": [secret]})) is not None
 
 
-def test_a_value_assigned_to_a_password_is_detected_as_a_secret() -> None:
+def test_a_password_is_detected_as_a_secret_and_a_snapshot_of_the_hubs_cache_is_not() -> None:
     assert find_secret("password: correct-horse-1\n", "recipe.yaml") is not None
     assert find_secret('{"password": "correct-horse-1"}\n', "config.json") is not None
-
-
-def test_a_snapshot_path_of_the_hubs_cache_is_not_detected_as_a_key() -> None:
     commit = "27dcfa74d334bc871f3234de431e71c6eeba5dd6"
     assert find_secret(f"name_or_path: /c/models--facebook--opt-1.3b/snapshots/{commit}\n") is None
     assert find_secret(f"key: {commit}\n") is not None
@@ -384,18 +353,10 @@ def test_real_vocabularies_and_documents_are_not_detected_as_secrets(shared_data
     """The vocabulary has 50,000 real words; the files of the runs above are packed and sent too."""
     for file in (shared_data / "opt").iterdir():
         assert find_secret(file.read_text(encoding="utf-8")) is None
-    assert (
-        find_secret((Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8"), "README.md")
-        is None
-    )
-    for text in (
-        "and/or /r/AskReddit/x",
-        "https://huggingface.co/me/x",
-        "12/3/4 tokens/s",
-        "/usr/bin/env python",
-        "a ~/b",
-    ):
-        assert find_path(text.replace("~/b", "")) is None, text
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert find_secret(readme.read_text(encoding="utf-8"), "README.md") is None
+    for text in ("and/or /r/AskReddit/x", "https://huggingface.co/me/x", "12/3/4 tokens/s", "/usr/bin/env python"):
+        assert find_path(text) is None, text
 
 
 def test_a_recipe_cannot_read_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:

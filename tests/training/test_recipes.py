@@ -21,16 +21,11 @@ FOLDERS = {"text": ["data.path=."]}  # it isn't read, but that recipe has none o
 
 
 def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
-    named = {
-        f"{t}-opt-{s}{k}"
-        for t in ("e2e", "webnlg", "viggo", "tldr", "cnndm")
-        for s in ("1.3b", "6.7b")
-        for k in ("", "-lora")
-    }
-    named |= {f"{t}-smollm2-135m" for t in ("e2e", "tldr", "cnndm")}
-    assert named | {"e2e-opt-125m-scratch", "e2e-tiny", "webnlg-tiny", "viggo-tiny", "quickstart", "text"} == set(
-        recipe_names()
-    )
+    named = {"e2e-opt-125m-scratch", "e2e-tiny", "webnlg-tiny", "viggo-tiny", "quickstart", "text"}
+    for task in ("e2e", "webnlg", "viggo", "tldr", "cnndm"):
+        named |= {f"{task}-opt-{size}{kind}" for size in ("1.3b", "6.7b") for kind in ("", "-lora")}
+    named |= {f"{task}-smollm2-135m" for task in ("e2e", "tldr", "cnndm")}
+    assert named == set(recipe_names())
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -106,9 +101,8 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """An OPT checkpoint with random weights and OPT's real tokenizer, and rows in the format of TL;DR."""
     folder = tmp_path_factory.mktemp("shrunken")
     torch.manual_seed(0)
-    OPTForCausalLM(OPTConfig(**SHRUNKEN, pad_token_id=1, bos_token_id=2, eos_token_id=2)).save_pretrained(
-        folder / "opt"
-    )
+    config = OPTConfig(**SHRUNKEN, pad_token_id=1, bos_token_id=2, eos_token_id=2)
+    OPTForCausalLM(config).save_pretrained(folder / "opt")
     load_tokenizer(str(shared_data / "opt")).save_pretrained(folder / "opt")
     (folder / "tldr").mkdir()
     row = json.dumps({"prompt": POST, "completion": " Cat ate moth."}) + "\n"
@@ -119,11 +113,7 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize(
     ("deepspeed", "which"),
-    [
-        (None, "a size"),
-        ("zero3", "a size"),
-        *(pytest.param(each, "all", marks=pytest.mark.release) for each in CONFIGS),
-    ],
+    [(None, "a size"), ("zero3", "a size"), *(pytest.param(c, "all", marks=pytest.mark.release) for c in CONFIGS)],
 )
 def test_recipes_train_and_evaluate_with_a_small_model(
     deepspeed: str | None, which: str, shrunken: Path, shared_data: Path, tmp_path: Path

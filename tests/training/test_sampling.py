@@ -53,9 +53,8 @@ def test_different_seeds_sample_different_schedules() -> None:
 
 def test_each_target_gets_its_solved_schedule() -> None:
     drawn = sampler()
-    assert dict(zip(drawn.speedups, drawn.schedules, strict=True)) == {
-        s: solve_schedule(COST, s, horizon=16) for s in (1, 2, 3)
-    }
+    expected = {speedup: solve_schedule(COST, speedup, horizon=16) for speedup in (1, 2, 3)}
+    assert dict(zip(drawn.speedups, drawn.schedules, strict=True)) == expected
 
 
 def test_the_target_of_a_given_schedule_is_its_predicted_speedup() -> None:

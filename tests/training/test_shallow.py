@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from naive_opt import naive_logits
 from small_runs import SMALL, small_recipe, train_small
-from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import TINY_FAMILIES, ragged_prompts, randomised, tiny_config
+from transformers import AutoModelForCausalLM
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
 from skipdecode.checkpoint.skip_config import SkipConfig
@@ -107,11 +107,8 @@ def test_a_shallow_model_reloads_and_generates_the_same_in_plain_transformers(fa
 
 def test_kept_layers_keep_their_own_attention_type(tmp_path: Path) -> None:
     """Qwen2's upper layers use sliding-window attention."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
-    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "num_key_value_heads": 2}
-    special = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
-    config = AutoConfig.for_model("qwen2", **sizes, **windows, **special)
-    model = randomised(config, seed=2)
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    model = randomised(tiny_config("qwen2", **TINY_FAMILIES["qwen2"], **windows), seed=2)
     ids, mask = ragged_prompts([12, 12], seed=1)
     schedule = SkipSchedule(LAYERS, 3, 3, placement="even", prompt="max")
     with torch.no_grad(), skip_layers(model, schedule, prompt_columns=4):
@@ -185,12 +182,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(tmp_path_factory.mktemp("trained") / "run", "train.max_steps=1", "schedule.texts=0")
 
 
-def test_an_unknown_placement_of_kept_layers_is_refused() -> None:
+def test_unknown_placements_and_numbers_of_layers_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even', 'ends' or 'order'"):
         load_recipe("quickstart", ["model.layers=2", "model.keep=upper"])
-
-
-def test_a_number_of_layers_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.layers is 0"):
         load_recipe("quickstart", ["model.layers=0"])
     with pytest.raises(ConfigError, match=r"model\.layers is 9: it must lie between 1 and the model's 8 layers"):

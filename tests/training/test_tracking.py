@@ -51,17 +51,9 @@ def records(file: Path) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(
-        tmp_path_factory.mktemp("tracked") / "run",
-        "train.max_steps=4",
-        "train.validate_rows=8",
-        "tracking.wandb=offline",
-        "tracking.name=by-hand",
-        "evaluation.speedups=[1,3]",
-        "evaluation.limit=10",
-        "evaluation.max_new_tokens=8",
-        drawn=True,
-    )
+    overrides = ["train.max_steps=4", "train.validate_rows=8", "tracking.wandb=offline", "tracking.name=by-hand"]
+    overrides += ["evaluation.speedups=[1,3]", "evaluation.limit=10", "evaluation.max_new_tokens=8"]
+    return train_small(tmp_path_factory.mktemp("tracked") / "run", *overrides, drawn=True)
 
 
 @pytest.fixture(scope="module")
@@ -157,21 +149,15 @@ def test_wandb_has_the_checkpoint_as_an_artifact(written: list[Record]) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
     assert {"custom_generate/generate.py", "custom_generate/schedule_solver.py", "README.md"} <= entries
     checked = [pattern.replace("*", "a") for pattern in CHECKED_PATTERNS]
-    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in checked), (
-        "an artifact without them would look damaged"
-    )
+    # An artifact without them would look damaged.
+    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in checked)
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 
 def test_without_wandb_all_metrics_are_in_the_output_folder(tracked: Path, tmp_path: Path) -> None:
     assert (tracked / "schedules.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (tracked / "validation.jsonl").read_text().splitlines()] == [3, 4]
-    folder = train_small(
-        tmp_path / "off",
-        "train.max_steps=4",
-        "train.validate_rows=8",
-        "schedule.texts=0",
-    )
+    folder = train_small(tmp_path / "off", "train.max_steps=4", "train.validate_rows=8", "schedule.texts=0")
     assert not (folder / "wandb").exists()
     for name in ("metrics.jsonl", "validation.jsonl", "schedules.png"):
         assert (folder / name).exists()

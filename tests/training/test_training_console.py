@@ -130,22 +130,15 @@ def test_a_run_prints_no_dictionaries_of_the_trainer(tmp_path: Path, capsys: pyt
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_a_terminal_shows_one_bar_and_after_ctrl_c_one_line_that_names_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_terminal_shows_one_bar_and_after_ctrl_c_one_line_that_names_the_checkpoint(tmp_path: Path) -> None:
     """The command runs in a pseudo-terminal, with DeepSpeed installed but not used."""
     folder = tmp_path / "run"
     master, slave = pty.openpty()
     command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "TERM": "xterm"}
-    run = subprocess.Popen(
-        [*command, "train.max_steps=200"],
-        cwd=ROOT,
-        env=environment,
-        stdout=slave,
-        stderr=slave,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
-    )
+    how: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": slave, "stderr": slave}
+    how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+    run = subprocess.Popen([*command, "train.max_steps=200"], **how)
     os.close(slave)
     output, interrupted = "", False
     while True:

@@ -95,9 +95,8 @@ def test_a_run_that_failed_after_training_lists_its_remaining_stages_and_continu
     capsys.readouterr()
     stages.done, stages.failing = [], {}
     assert train_small(trained, *EVERY_STAGE) == trained
-    assert f"is trained; these stages remain to be done: {', '.join(STAGES[number:])}" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"is trained; these stages remain to be done: {', '.join(STAGES[number:])}" in said
     assert tuple(stages.done) == STAGES[number:]
     assert len(metrics(trained)) == 1
     assert not (trained / NEXT_STAGE_FILE).exists()
