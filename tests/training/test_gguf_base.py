@@ -194,4 +194,4 @@ def test_recipes_of_pretrained_models_train_from_gguf_without_the_hub(
     overrides += [] if recipe == "e2e-smollm2-135m" else ["data.options.holdout=4"]
     assert train.cli.main(["--recipe", recipe, *overrides]) == 0
     assert without_a_trace(run)
-    assert (run / "order.json").exists() == (recipe == "text")
+    assert (run / "order.json").exists()
