@@ -163,7 +163,7 @@ class NativeSteps:
                 step.position_ids, step.positions = position_ids.data_ptr(), self._position_table.data_ptr()
                 step.position_count = len(self._position_table)
         if entered.dim() == 2 or self.head is None:
-            hidden = torch.empty(tokens, self._hidden_size)
+            hidden = torch.empty(tokens, self._hidden_size, dtype=torch.float32)
             if entered.dim() == 2:
                 hidden.copy_(entered)
             alive["hidden"] = hidden
@@ -186,7 +186,7 @@ class NativeSteps:
         step.head, step.final_norm = ctypes.addressof(self.head.struct), ctypes.addressof(self._final_norm)
         if chooses:
             return step, None, alive
-        logits = torch.empty(tokens if last is None else len(last), self.head.struct.outputs)
+        logits = torch.empty(tokens if last is None else len(last), self.head.struct.outputs, dtype=torch.float32)
         step.logits = logits.data_ptr()
         return step, logits, alive
 
@@ -233,7 +233,7 @@ class NativeSteps:
         _check_room(cache, all_layers, prepared.prompt_columns + sequences.reach(new_tokens))
         step, greedy, chosen, counts, alive = self._greedy(sequences, layers, new_tokens, cache, prepared)
         drafted, accepted = (array("i", [-1] * rounds * count) for _ in range(2))
-        probabilities = torch.empty(rounds, steps, count)
+        probabilities = torch.empty(rounds, steps, count, dtype=torch.float32)
         of_rule = {"worth": rule.min_probabilities, "bounds": rule.bounds, "shares": rule.acceptance_rates}
         arrays = {name: array("f", values) for name, values in of_rule.items()}
         all_running = _numbers(tuple(all_layers))

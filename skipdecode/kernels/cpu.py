@@ -236,7 +236,7 @@ class NativeLinear:
         blocks = math.ceil(outputs / 16)
         if kind == "int8":  # 0 is stored as 128; blocks of 16 outputs by 4 inputs
             self._weight = torch.empty(blocks, math.ceil(inputs / 64) * 16, 16, 4, dtype=torch.uint8)
-            self._scale = torch.empty(blocks * 16)
+            self._scale = torch.empty(blocks * 16, dtype=torch.float32)
         elif (
             kind == "int4"
         ):  # 0 is stored as 8; 64 bytes hold two blocks of 16 outputs by 4 inputs, the first in low nibbles
@@ -245,7 +245,7 @@ class NativeLinear:
             self._scale = torch.empty(blocks, groups, 16, dtype=torch.bfloat16)
         else:
             packed = weight.dtype == torch.float32
-            self._weight = torch.empty(blocks, inputs, 16) if packed else weight
+            self._weight = torch.empty(blocks, inputs, 16, dtype=torch.float32) if packed else weight
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.struct = LinearStruct(
             self._weight.data_ptr(),
@@ -264,7 +264,7 @@ class NativeLinear:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out], in the type of `hidden`."""
         exact = hidden.float().contiguous()
-        found = torch.empty(len(exact), self.struct.outputs)
+        found = torch.empty(len(exact), self.struct.outputs, dtype=torch.float32)
         compiled = kernels()
         assert compiled is not None
         compiled.linear(

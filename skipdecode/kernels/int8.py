@@ -31,8 +31,9 @@ class Int8Linear:
         self._weights = [pack_int8(part.contiguous()) for part in parts]  # packing ignores strides
         self._scale = scale
         self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
-        self._bias = torch.zeros(1) if bias is None else bias.detach().float()
-        self._middle = torch.tensor(128.5)  # 0 is stored as 128; the half turns truncation into rounding
+        self._bias = torch.zeros(1, dtype=torch.float32) if bias is None else bias.detach().float()
+        # 0 is stored as 128; the half turns truncation into rounding.
+        self._middle = torch.tensor(128.5, dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out], in the type of `hidden`."""
@@ -58,7 +59,8 @@ def overflows() -> bool:
 
     It does so on processors with AVX2 and no int8 dot products, without an error.
     """
-    largest, scale = pack_int8(torch.full((16, 64), 127, dtype=torch.int8)), torch.ones(16)
+    largest = pack_int8(torch.full((16, 64), 127, dtype=torch.int8))
+    scale = torch.ones(16, dtype=torch.float32)
     product = _multiply(torch.full((1, 64), 255, dtype=torch.uint8), largest, scale, torch.zeros(16, dtype=torch.int32))
     return bool((product != 64 * (255 - 128) * 127).any())
 
@@ -83,7 +85,7 @@ def round_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _round_many(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_round_few`, with more operators that are faster on many values, a few rows at a time."""
     rounded = torch.empty(hidden.shape, dtype=torch.uint8)
-    scale = torch.empty(len(hidden), 1)
+    scale = torch.empty(len(hidden), 1, dtype=torch.float32)
     rows = max(1, _ROUNDED_TOGETHER // hidden.shape[1])
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)

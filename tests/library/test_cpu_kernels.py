@@ -417,6 +417,34 @@ def test_without_kernels_int8_uses_onednn_and_int4_is_refused(monkeypatch: pytes
     assert torch.equal(plain, generate(tiny_opt.__wrapped__("opt", 6), [3, 9], SCHEDULES[0], weights="packed"))
 
 
+@pytest.mark.parametrize("kernels_of", ["generic", "none"])
+@pytest.mark.parametrize(
+    ("schedule", "lossless"), [(SCHEDULES[0], {}), (None, {"lossless": True, "order": [0, 5, 3, 1, 2, 4]})]
+)
+@pytest.mark.parametrize("weights", ["model", "packed", "int8", "int4"])
+def test_torchs_default_dtype_changes_no_token(
+    weights: str,
+    schedule: SkipSchedule | None,
+    lossless: dict[str, Any],
+    kernels_of: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels read and write float32: a buffer of a narrower default dtype would be too small for them."""
+    if weights == "int4" and kernels_of == "none":
+        return  # refused
+
+    def tokens(default: torch.dtype) -> torch.Tensor:
+        model = fresh("opt")
+        torch.set_default_dtype(default)
+        try:
+            return torch.as_tensor(generate(model, [3, 9], schedule, weights=weights, **lossless))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with chosen(kernels_of, monkeypatch):
+        assert torch.equal(tokens(torch.float64), tokens(torch.float32))
+
+
 @pytest.mark.parametrize("weights", ["model", "packed"])
 def test_tokens_and_positions_out_of_range_are_refused_as_by_torch(weights: Any) -> None:
     decoder = FastDecoder(tiny("opt"), weights)
