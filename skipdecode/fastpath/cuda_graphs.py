@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from skipdecode.fastpath.gpu_layer import MAX_ROWS, GpuLayer, gpu_layers
+from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
+from skipdecode.kernels.on_gpu import MAX_ROWS
 from skipdecode.schedule.schedule import SkipSchedule
 
 # Prompts whose lengths round up to the same multiple of this share buffers and graphs.

@@ -35,8 +35,8 @@ class FastDecoder:
         model: a model that `FastPath.why_not` gives no reason against.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
             reads fastest, "int8" and "int4" with copies in 8 and 4 bits; "int4-int8-head" and "int8-int4-head" differ
-            in the LM head. All projections are copied. Copies need a CPU, and 4 bits need the compiled kernels
-            (`skipdecode.kernels.cpu`).
+            in the LM head. All projections are copied. Packed copies need a CPU, and 4 bits there the compiled kernels
+            (`skipdecode.kernels.cpu`); on a GPU 8 and 4 bits need the Triton kernels (`skipdecode.kernels.gpu`).
         layers: the layers that can run, which must include the first one; None for all.
         before: an earlier decoder of the same model and weights, whose copies are used again.
     """
