@@ -153,8 +153,10 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
         return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    if getattr(model.config, "quantization_config", None) is not None:
-        return "its weights are quantised"
+    quantised = getattr(model.config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        return f"its weights are quantised by {getattr(method, 'value', method)}"
     return _changed_functions(model, config)
 
 
@@ -192,7 +194,10 @@ def _changed_modules(model: PreTrainedModel, modules: Iterable[nn.Module]) -> st
         if kind in kinds:
             continue
         kinds.add(kind)
-        if not kind.__module__.startswith(("torch.nn.modules.", "transformers.")):
+        home = kind.__module__
+        # transformers.integrations has the projections of models that other libraries quantised.
+        known = home.startswith(("torch.nn.modules.", "transformers.")) and ".integrations." not in home
+        if not known:
             return f"{_name_of(module, model)} is a {kind.__name__}"
         if not _is_libraries(kind.forward):
             return f"the forward of {kind.__name__} is replaced"

@@ -463,7 +463,8 @@ def project(
             "NORM": 0 if norm is None else 1 + norm.centred,
             "HAS_SHIFT": norm is not None and norm.bias is not None,
         }
-        options |= {"BN": block, "BK": padded_inputs, "num_warps": 4 if padded_inputs <= 16384 else 8}
+        warps = 4 if padded_inputs <= (16384 if bits == 16 else 4096) else 8  # else registers don't suffice
+        options |= {"BN": block, "BK": padded_inputs, "num_warps": warps}
         grid = (sum(triton.cdiv(size, block) for size in own),)
         _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
         return out

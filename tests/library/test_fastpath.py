@@ -10,13 +10,17 @@ from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.integrations.bitnet import BitLinear
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.fastpath.model import alibi_slopes
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels import int8
+from skipdecode.kernels.few_bits import round_to_4_bits
 from skipdecode.kernels.int8 import Int8Linear
+from skipdecode.schedule.cost import CostModel
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -113,7 +117,9 @@ class Doubled(nn.Sequential):
         (lambda m: m.transformer.h[3].attn.train(), "transformer.h.3.attn is in training mode"),
         (lambda m: setattr(m.config, "add_cross_attention", True), "add_cross_attention=True"),
         (lambda m: m.transformer.h[2].half(), "of several types"),
-        (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
+        (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "weights are quantised by fp8"),
+        (lambda m: setattr(m.config, "quantization_config", BitsAndBytesConfig()), "are quantised by bitsandbytes"),
+        (lambda m: setattr(m.transformer.h[1].mlp, "c_fc", BitLinear(4, 4, False).eval()), "c_fc is a BitLinear"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
         (lambda m: m.transformer.h[1].mlp.register_forward_hook(lambda *_: None), "transformer.h.1.mlp has hooks"),
         (lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None), "h.1.ln_2 has hooks"),
@@ -208,6 +214,43 @@ def test_int8_logits_are_close_to_the_models_own(name: str) -> None:
     rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits
     for step in (0, 1):  # the prompt, and a step of decoding
         assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.1
+
+
+class GPTQLinear(nn.Module):
+    """As of another library: several weights in a value of a buffer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inputs = linear.in_features
+        rounded, self.scale = round_to_4_bits(linear.weight.detach())
+        self.register_buffer("qweight", rounded[:, ::2] + 8 | rounded[:, 1::2] << 4)
+        self.bias = linear.bias
+
+    def restored(self) -> torch.Tensor:
+        numbers = torch.stack([self.qweight & 15, (self.qweight >> 4) + 8], dim=2).flatten(1) - 8  # type: ignore[operator]
+        return (numbers * self.scale.float().repeat_interleave(32, dim=1))[:, : self.inputs]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.restored(), self.bias)
+
+
+def test_a_model_that_another_library_quantised_decodes_by_its_own_forward_pass_with_its_originals_schedules() -> None:
+    original, quantised = (fresh("opt") for _ in range(2))
+    for name, module in list(quantised.model.decoder.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            theirs = GPTQLinear(module).eval()
+            quantised.model.decoder.layers.set_submodule(name, theirs)
+            original.model.decoder.layers.get_submodule(name).weight.data = theirs.restored()
+    quantised.config.quantization_config = {"quant_method": "gptq"}
+    for schedule in SCHEDULES:
+        ours, theirs = (generate(model, [3, 7], schedule) for model in (quantised, original))
+        assert torch.equal(ours, theirs)
+    assert CostModel.of(quantised) == CostModel.of(original)
+    assert CostModel.of(quantised.config, torch.float32) == CostModel.of(original)
+    with pytest.raises(
+        ConfigError, match="weights is 'int8', which this model can't decode with: its weights are quant"
+    ):
+        generate(quantised, [3], SCHEDULES[0], weights="int8")
 
 
 def test_int8_is_refused_where_there_is_no_fast_path() -> None:
