@@ -63,11 +63,16 @@ def test_weights_are_packed_by_default_where_copies_fit_in_half_of_the_free_memo
     assert fast_path(tiny_opt("opt", 6, seed=13).half()).usual_weights() == "model"
 
 
-def test_copied_weights_are_refused_on_other_devices_than_a_cpu() -> None:
+def test_copied_weights_are_refused_on_devices_that_have_no_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = tiny_opt.__wrapped__("opt", 2)
     for weights in ("packed", "int8"):
         with pytest.raises(ConfigError, match=f"weights='{weights}' needs a CPU with oneDNN, and the model is on meta"):
+            fast_path(model).decoder(weights)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr("skipdecode.generate.fast_path.kernels_on", lambda device: None)
+    for weights, words in (("packed", "a CPU with oneDNN, and"), ("int8", "the Triton kernels"), ("int4", "bfloat16")):
+        with pytest.raises(ConfigError, match=f"weights='{weights}'.* needs .*{words}"):
             fast_path(model).decoder(weights)
 
 
