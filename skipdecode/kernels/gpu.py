@@ -21,6 +21,10 @@ try:  # transformers refuses code of a checkpoint that imports a missing package
 except ImportError:
     raise
 
+# Programs of a projection that a processor runs at once, at most: as many as registers suffice for, and as `arrivals`
+# has counters for.
+PER_PROCESSOR = 4
+
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
@@ -504,7 +508,7 @@ def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
     Enough to fill most of the GPU, as the time depends on how many bytes are being loaded at once. Each program has at
     least two tiles, and `held` bytes of shared memory.
     """
-    shares, at_once = 1, _processors(device) * (_shared_memory(device, "multiprocessor") // held)
+    shares, at_once = 1, _processors(device) * min(PER_PROCESSOR, _shared_memory(device, "multiprocessor") // held)
     while blocks * shares < 0.7 * at_once and inputs >= 512 * shares:
         shares *= 2
     return shares
@@ -512,7 +516,7 @@ def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
 
 def arrivals(device: torch.device) -> torch.Tensor:
     """Counters for `project` of finished programs with the same outputs; concurrent kernels must not share them."""
-    return torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(PER_PROCESSOR * _processors(device), dtype=torch.int32, device=device)
 
 
 def restore(weight: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: torch.dtype) -> torch.Tensor:
