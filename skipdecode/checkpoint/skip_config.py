@@ -55,7 +55,8 @@ class SkipConfig:
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder or random weights.
         lengths_by_prompt: lengths of the sequences that the checkpoint generates; None where they weren't measured.
-        base_weights: how the base of adapters is loaded, {"quantize": "nf4", "dtype": "bfloat16"}; None: as it is stored.
+        base_weights: how the base of adapters is loaded, such as {"quantize": "nf4", "dtype": "bfloat16"}; None: as it
+            is stored.
     """
 
     schedules: Mapping[float, SkipSchedule] = field(default_factory=dict)
