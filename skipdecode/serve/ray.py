@@ -6,6 +6,7 @@ Ray Serve imports this module, and `skipdecode serve --replicas`, as it needs th
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import ray
 import torch
 from pydantic import TypeAdapter, ValidationError
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.serve.app import LOG, make_app
@@ -153,9 +155,6 @@ def run_replicas(options: ServerOptions, host: str, port: int) -> int:
         log_to_driver=False,
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray's own handler would leave at once
-        signal.signal(number, lambda *_: ended.set())
     try:
         serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
         try:
@@ -167,10 +166,14 @@ def run_replicas(options: ServerOptions, host: str, port: int) -> int:
             f"{address}/v1; web page: {address}/"
         )
         warn_of_access(host, settings)
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray's own handler would leave at once
+            signal.signal(number, lambda *_: ended.set())
         ended.wait()
-        # Until the replicas have finished, they answer new requests; Ray Serve would do so with status 404.
-        answers = handle.broadcast("drain")
-        answers.results(timeout_s=options.drain + 2 * GRACE_SECONDS, return_exceptions=True)
+        # Replicas that drain answer new requests with status 503; an application that Ray Serve deletes, with 404.
+        with contextlib.suppress(RayServeException, TimeoutError):  # no replica is left, or one has stopped responding
+            answers = handle.broadcast("drain")
+            answers.results(timeout_s=options.drain + 2 * GRACE_SECONDS, return_exceptions=True)
         time.sleep(_SENDING_SECONDS)
     finally:
         ray.shutdown()

@@ -18,6 +18,8 @@ import pytest
 from small_checkpoints import save_checkpoint
 
 pytest.importorskip("ray", reason="replicas need skipdecode[ray]")
+pytestmark = pytest.mark.timeout(1200)  # each of Ray's processes imports torch, on as many cores as there are
+WAIT = 330  # seconds, more than the server's --timeout: whoever waits longer gets neither an answer nor an error
 BODY = {"model": "tiny", "prompt": "vehicle: ferry\n", "max_tokens": 100, "logit_bias": {"2": -100}}  # no end token
 
 
@@ -50,7 +52,7 @@ def send(address: str, number: int = 0, **fields: int) -> str:
     """The outcome of a request, streamed for even numbers."""
     stream = number % 2 == 0
     try:
-        answer = httpx.post(f"{address}/v1/completions", json={**BODY, "stream": stream, **fields}, timeout=60)
+        answer = httpx.post(f"{address}/v1/completions", json={**BODY, "stream": stream, **fields}, timeout=WAIT)
     except httpx.RemoteProtocolError:
         return "broken stream"
     except (httpx.ConnectError, httpx.ReadError):
@@ -68,26 +70,26 @@ def test_requests_get_an_answer_or_an_error_when_a_replica_is_killed_and_another
     killed, _ = replicas(process)
     assert send(address) == "answer"
     with ThreadPoolExecutor(40) as pool:
-        sent = [pool.submit(send, address, number) for number in range(160)]
-        while sum(each.done() for each in sent) < 20:
+        sent = [pool.submit(send, address, number) for number in range(80)]
+        while sum(each.done() for each in sent) < 10:
             time.sleep(0.01)
         killed.send_signal(signal.SIGKILL)
         outcomes = Counter(each.result() for each in sent)
-    assert outcomes.keys() <= {"answer", "status 500", "status 503", "broken stream"}
-    assert outcomes["answer"] > 80, "the other replica goes on"
-    assert outcomes["answer"] < 160, "no request ran in the killed replica"
+    assert outcomes.keys() <= {"answer", "status 500", "status 503", "status 504", "broken stream", "no connection"}
+    assert outcomes["answer"] > 40, "the other replica goes on"
+    assert outcomes["answer"] < 80, "no request ran in the killed replica"
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(replicas(process)) < 2 or "ok" not in _healthy(address, 8):
         assert time.monotonic() < deadline, "no replica took its place"
         time.sleep(0.5)
     assert {send(address, number) for number in range(8)} == {"answer"}
-    page = httpx.get(f"{address}/metrics", timeout=60).text
+    page = httpx.get(f"{address}/metrics", timeout=WAIT).text
     assert len(set(re.findall(r'skipdecode_tokens_total{replica="(\w+)"}', page))) == 2
 
 
 def _healthy(address: str, times: int) -> str:
-    answers = {httpx.get(f"{address}/health", timeout=60).text for _ in range(times)}
+    answers = {httpx.get(f"{address}/health", timeout=WAIT).text for _ in range(times)}
     return answers.pop() if len(answers) == 1 else "differs"
 
 
@@ -110,5 +112,5 @@ def test_after_sigterm_replicas_finish_running_requests_and_refuse_new_ones(
 
 
 def _sequences(address: str) -> float:
-    page = httpx.get(f"{address}/metrics", timeout=60).text
+    page = httpx.get(f"{address}/metrics", timeout=WAIT).text
     return sum(map(float, re.findall(r"^skipdecode_(?:running|waiting)\S* (.+)$", page, re.MULTILINE)))
