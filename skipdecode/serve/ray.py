@@ -31,7 +31,7 @@ from skipdecode.serve.settings import ServerOptions
 NAME = "skipdecode"  # of the application and of its deployment
 # Requests that a replica takes beside those of its engine: probes, and requests that the engine refuses as it is full.
 _SPARE_REQUESTS = 64
-_METRICS_SECONDS = 5  # in which replicas must give their metrics
+_METRICS_SECONDS = 10  # in which replicas must give their metrics: the time that Prometheus waits by default
 _SENDING_SECONDS = 0.5  # in which Ray Serve's proxy sends the ends of the last responses
 _SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
