@@ -153,10 +153,11 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
         return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    quantised = getattr(model.config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        return f"its weights are quantised by {getattr(method, 'value', method)}"
+    quantisation = getattr(model.config, "quantization_config", None)
+    if quantisation is not None:
+        values = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+        method = values.get("quant_method")
+        return f"its weights are quantised ({getattr(method, 'value', method)})"
     return _changed_functions(model, config)
 
 
