@@ -26,13 +26,13 @@ from skipdecode.errors import first_line
 from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.lengths import LengthsByPrompt
+from skipdecode.training.sampling import default_speedup
 from train.adapters import merge_adapters
 from train.base_settings import settle_generation
 from train.build import build_model
 from train.checkpoints import PARTIAL, stopped_if_unwritten
 from train.evaluation import release_memory
 from train.recipe import Recipe
-from train.sampling import default_speedup
 
 BATCH_SIZE = 64  # prompts decoded together to measure lengths
 

@@ -25,15 +25,15 @@ from skipdecode.schedule.cost import count_parameters
 from skipdecode.schedule.lengths import Lengths
 from skipdecode.schedule.machine_profile import Profile
 from skipdecode.training.layer_order import LayerOrder
+from skipdecode.training.sampling import ScheduleSampler, default_speedup, make_sampler
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model, frozen_teacher
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.layer_order import AUTO, given_order, measured_order, stand_in_order
 from train.machine_profile import run_profile
-from train.objective import Objective
+from train.objective import recipe_objective
 from train.recipe import Recipe
-from train.sampling import ScheduleSampler, default_speedup, make_sampler
 from train.trainer import SkipTrainer, check_positions
 
 MAX_EXAMPLE_CHARACTERS = 400  # a longer prompt isn't saved in the checkpoint as its example
@@ -228,7 +228,7 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         callbacks=callbacks,
         sampler=prepared.sampler,
         skip_config=prepared.skip_config,
-        objective=Objective.of(recipe.optim),
+        objective=recipe_objective(recipe.optim),
         teacher=prepared.teacher,
         layer_dropout=recipe.optim.layer_dropout,
     )

@@ -19,11 +19,11 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.gating import LayerGate
 from skipdecode.training.batch_layout import IGNORED
+from skipdecode.training.exits import Exits, run_exits
+from skipdecode.training.layer_dropout import add_layer_dropout
+from skipdecode.training.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch
+from skipdecode.training.sampling import Draw, ScheduleSampler
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
-from train.exits import Exits, run_exits
-from train.layer_dropout import add_layer_dropout
-from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch
-from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
 
 MAX_VALIDATED = 5  # targets that a validation runs: of more, this many evenly spaced ones

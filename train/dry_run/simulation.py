@@ -18,7 +18,7 @@ from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
 from skipdecode.training.batch_layout import lay_out
 from train.build import as_it_trains
-from train.objective import Objective
+from train.objective import recipe_objective
 from train.recipe import Recipe
 from train.trainer import step_losses
 
@@ -90,7 +90,7 @@ def simulate_step(
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         live.start(trainable, accumulated=recipe.train.gradient_accumulation_steps > 1)
         batch = lay_out([[0] * prompt_columns] * rows, [[0] * new_tokens] * rows, pad_token=0)
-        for loss in step_losses(model, batch, schedules, Objective.of(recipe.optim), autocast=autocast):
+        for loss in step_losses(model, batch, schedules, recipe_objective(recipe.optim), autocast=autocast):
             loss.backward()
     return SimulatedStep(
         parameters=sum(p.numel() for p in parameters),

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.errors import ConfigError
+from skipdecode.schedule.cost import CostModel
 from skipdecode.schedule.machine_profile import Profile
-from train.recipe import Sampling
+from skipdecode.schedule.schedule import Sampling, SkipSchedule
 
 # A range is represented by this many evenly spaced targets, so that the checkpoint can save a schedule for each.
 RANGE_TARGETS = 31
