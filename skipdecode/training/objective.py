@@ -227,7 +227,7 @@ class DepthBands:
     def name(self, band: int) -> str:
         """The metric name of a band, such as `loss_layers_1_to_3`."""
         inside = [k for k in range(1, self.num_layers + 1) if self.band(k) == band]
-        return f"loss_layers_{inside[0]}_to_{inside[-1]}" if inside else f"loss_band_{band}"
+        return "_".join(["loss_layers", str(inside[0]), "to", str(inside[-1])]) if inside else f"loss_band_{band}"
 
     def add(self, losses: torch.Tensor, counted: torch.Tensor, budgets: list[int]) -> None:
         """Add token losses [batch, new tokens] where `counted` is true; `budgets` has one number per position."""

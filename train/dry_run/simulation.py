@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
 from skipdecode.training.batch_layout import lay_out
+from skipdecode.training.step import step_losses
 from train.build import as_it_trains
 from train.objective import recipe_objective
 from train.recipe import Recipe
-from train.trainer import step_losses
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
