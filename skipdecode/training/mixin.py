@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from skipdecode.training.batch_layout import IGNORED
 from skipdecode.training.collator import PromptCompletionCollator, split_answers
 from skipdecode.training.figures import StepFigures
 from skipdecode.training.layer_dropout import add_layer_dropout
+from skipdecode.training.layer_order import ORDER_ROWS, choose_rows, find_order
 from skipdecode.training.objective import Objective, token_losses, unpack_batch
 from skipdecode.training.sampling import Draw, ScheduleSampler, make_sampler, settings_of
 from skipdecode.training.sampling import default_speedup as checked_default
@@ -55,7 +56,8 @@ class SkipTrainingMixin(Trainer):
         weights: see `make_sampler`.
         sampling: see `ScheduleSampler`.
         horizon: tokens over which budgets decay; None: the median length of the training rows' completions.
-        order: the layers, the most important first, as `find_order` measures them; None: the solver's placement.
+        order: the layers, the most important first, such as `find_order(...).order`; "auto": measured on the training
+            rows before training; None: the solver's placement.
         solver: further keyword arguments of `solve_schedule`, such as `{"over": "all", "prompt": "max"}`.
         objective: the loss.
         teacher: a frozen model that teaches every schedule, with the same tokenizer; it needs
@@ -82,7 +84,7 @@ class SkipTrainingMixin(Trainer):
         weights: Sequence[float] | None = None,
         sampling: Sampling = "one",
         horizon: int | None = None,
-        order: Sequence[int] | None = None,
+        order: Sequence[int] | Literal["auto"] | None = None,
         solver: Mapping[str, Any] | None = None,
         objective: Objective = Objective(),  # noqa: B008  # it is frozen
         teacher: nn.Module | None = None,
@@ -104,8 +106,11 @@ class SkipTrainingMixin(Trainer):
         if data_collator is None:
             self.data_collator = PromptCompletionCollator(getattr(self.processing_class, "pad_token_id", None) or 0)
         if sampler is None or skip_config is None:
-            settings = solver_settings(self.train_dataset, horizon, order, solver)
-            settings |= settings_of(schedules or [])
+            settings = solver_settings(self.train_dataset, horizon, solver) | settings_of(schedules or [])
+            if order == "auto":
+                order = measured_order(trained, self.train_dataset, self.args.seed)
+            if order is not None:
+                settings |= {"placement": "order", "order": list(order)}
             targets: Any = {"speedups": speedups, "schedules": schedules, "weights": weights, "sampling": sampling}
             sampler = make_sampler(CostModel.of(trained), seed=self.args.seed, solver=settings, **targets)
             skip_config = sampler.skip_config(settings, base_model(trained))
@@ -255,9 +260,7 @@ def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:
     return tuple(draws[round(n * (len(draws) - 1) / (MAX_VALIDATED - 1))] for n in range(MAX_VALIDATED))
 
 
-def solver_settings(
-    rows: Any, horizon: int | None, order: Sequence[int] | None, solver: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def solver_settings(rows: Any, horizon: int | None, solver: Mapping[str, Any] | None) -> dict[str, Any]:
     """The keyword arguments of `solve_schedule` with which targets are solved for training rows.
 
     Raises ConfigError where the horizon isn't given and the rows, which are streamed, don't tell it.
@@ -273,9 +276,15 @@ def solver_settings(
         raise ConfigError("train_dataset has no length, so the median completion isn't known: pass horizon, in tokens")
     else:
         settings["horizon"] = horizon
-    if order is not None:
-        settings |= {"placement": "order", "order": list(order)}
     return settings
+
+
+def measured_order(model: nn.Module, rows: Any, seed: int) -> tuple[int, ...]:
+    """The order of the model's layers on some of the rows, which is that of the first process in all of them."""
+    found = [find_order(model, choose_rows(rows, ORDER_ROWS, seed=seed)).order]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
 def base_model(model: nn.Module) -> str | None:
