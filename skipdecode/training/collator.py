@@ -21,18 +21,20 @@ class PromptCompletionCollator:
 
     Args:
         pad_token: the id that fills prompts and completions. It is masked, so any id of the vocabulary will do.
-
-    Returns:
-        What `skipdecode.training.batch_layout.lay_out` returns.
-
-    Raises:
-        ConfigError: for a row of another form, or with several answers; the message names the row.
     """
 
     def __init__(self, pad_token: int) -> None:
         self.pad_token = pad_token
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Lay out a batch.
+
+        Returns:
+            As `skipdecode.training.batch_layout.lay_out`.
+
+        Raises:
+            ConfigError: for a row of another form, or with several answers; the message names the row.
+        """
         examples: list[Mapping[str, Any]] = []
         for number, row in enumerate(rows):
             name = f"row {number} of the batch"
