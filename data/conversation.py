@@ -3,6 +3,7 @@
 import json
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -182,12 +183,13 @@ def _message(where: str, given: Any) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
     if (role := message.get("role")) not in ROLES:
         raise ConfigError(f"{where}.role is {reprlib.repr(role)}: it must be one of {', '.join(ROLES)}")
-    calls = message.pop("tool_calls", [])
+    calls, content = message.pop("tool_calls", []), message.pop("content", None)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConfigError(f"{where}.tool_calls is {reprlib.repr(calls)}: it must be a list of objects")
-    if "content" not in message and not (role == ANSWER and calls):
+    if content is None and not (role == ANSWER and calls):
         raise ConfigError(f"{where}.content is missing")
-    message["content"] = _text(f"{where}.content", message.get("content", ""))
+    # Templates that write objects as JSON keep the order of keys, which is the server's here.
+    message |= {"role": message.pop("role"), "content": "" if content is None else _text(f"{where}.content", content)}
     if calls:  # some templates test for the key
         message["tool_calls"] = [_call(call) for call in calls]
     return message
@@ -210,15 +212,15 @@ def _text(where: str, content: Any) -> str:
 def _call(given: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments are an object, as chat templates take them."""
     call = {name: value for name, value in given.items() if value is not None}
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
+    function = call.pop("function", None)
+    if not isinstance(function, dict):
+        return call
+    function = {name: function[name] for name in ("name", "arguments", *function) if function.get(name) is not None}
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):  # a model may have written invalid JSON, which stays
             parsed = json.loads(function["arguments"])
-        except (ValueError, RecursionError):  # a model may have written them
-            parsed = None
-        if isinstance(parsed, dict):
-            call["function"] = {**function, "arguments": parsed}
-    return call
+            function["arguments"] = parsed if isinstance(parsed, dict) else function["arguments"]
+    return {"function": function, **call}
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:

