@@ -11,9 +11,11 @@ import pytest
 from chat_templates import KINDS, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import train_small_on
 from starlette.testclient import TestClient
 from tiny_models import randomised, tiny_config
 
+import eval.cli
 from data import Example, load_task
 from data.batches import encode_pairs, encode_prompts
 from eval.score.scores import score
@@ -243,6 +245,24 @@ def test_the_share_of_results_that_equal_the_references_is_scored() -> None:
     assert "exact_match" not in load_task("chat", path=".").metrics
     without = score(["a"], [["a"]], ["exact_match"], meanings=[load(rows, split="test")[0].meaning])
     assert "answer_after" in without.unavailable["exact_match"]
+
+
+def test_conversations_are_trained_on_and_evaluated(tmp_path: Path) -> None:
+    rows = [json.dumps({"messages": chat(f"{n} + 1?", f"It is more.\n#### {n + 1}")}) + "\n" for n in range(12)]
+    for split, lines in (("train", rows[:10]), ("test", rows[10:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "tokenizer")
+    data = f"{{task: chat, path: {tmp_path}, options: {{answer_after: '####'}}}}"
+    limits = ("data.max_prompt_tokens=64", "data.max_completion_tokens=32", "schedule.horizon=16")
+    model = (f"model.tokenizer={tmp_path / 'tokenizer'}", "model.vocab_size=512")
+    run = train_small_on(data, tmp_path / "run", *model, *limits, "train.max_steps=2")
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(run), "--data-dir", str(tmp_path), "--speedup", "2", "--max-new-tokens", "8"]
+    assert eval.cli.main([*arguments, "--output", str(output)]) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert (report["task"], report["examples"], report["rows"][1]["scores"]["exact_match"]) == ("chat", 2, 0)
+    (first, _) = [json.loads(line) for line in (output / "predictions" / "2x.jsonl").read_text().splitlines()]
+    assert (first["prompt"], first["references"]) == ("user: 10 + 1?\n", ["It is more.\n#### 11"])
 
 
 def test_options_of_the_task_are_checked() -> None:
