@@ -208,25 +208,38 @@ class FastDecoder:
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
         """
-        before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
-        stop = before_last if stop is None else min(stop, before_last)
         inputs = self._prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
-        if inputs.shown is not None:
-            flat = flat[inputs.shown]
+        return self.run_prompt(flat if inputs.shown is None else flat[inputs.shown], layers, cache, inputs, stop)
+
+    def run_prompt(
+        self, entered: torch.Tensor, layers: Sequence[int], cache: Any, inputs: PromptInputs, stop: int | None
+    ) -> torch.Tensor:
+        """As `prefill`, of tokens [tokens], or embeddings [tokens, hidden], whose `inputs` are prepared.
+
+        They may be the next tokens of prompts of which `cache` holds the tokens before.
+        """
+        before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
+        stop = before_last if stop is None else min(stop, before_last)
         native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
-        if native is not None and native.embeds and prompt.dim() == 2:
-            return self._ended(*native.prefill(flat, layers, cache, inputs, stop))
-        hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
+        if native is not None and native.embeds and entered.dim() == 1:
+            return self._ended(*native.prefill(entered, layers, cache, inputs, stop))
+        hidden = self._enter(entered, inputs) if entered.dim() == 2 else self.embed(entered, inputs)
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
         for index in layers[:stop]:
-            hidden = self.layers[index](hidden, cache.layers[index], inputs)
+            hidden = self.layers[index](hidden, cache.layers[index], inputs.of_layer(index))
         last, of_last = inputs.last, inputs.for_last_tokens()
         for index in layers[stop:-1]:
-            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_last, last))
+            of_layer = of_last.of_layer(index)
+            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_layer, last))
         top = layers[-1]
-        return self.logits(self.layers[top](hidden, cache.layers[top], of_last, last))
+        return self.logits(self.layers[top](hidden, cache.layers[top], of_last.of_layer(top), last))
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Maximum number of a prompt's tokens in one pass of the compiled kernels; None if these don't run prompts."""
+        return self._native.max_prompt_tokens if self._native is not None else None
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
         """Logits in the model's type, from what the kernels returned."""
