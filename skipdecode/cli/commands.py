@@ -436,6 +436,8 @@ def serve(options: argparse.Namespace) -> int:
         cache_bytes=round(options.cache_gb * 1e9) if options.cache_gb is not None else None,
         wave_rows=options.wave_rows,
         wave_seconds=options.wave_seconds,
+        wave_tokens=options.wave_tokens,
+        prefix_mib=options.prefix_mib,
         weights=options.weights,
     )
     return run_server(engine, decoder.tokenizer, settings, options.host, options.port)

@@ -48,9 +48,10 @@ class Engine:
     ends. Without the block, call `step` to decode one token of each sequence.
 
     The tokens of a request are those of `skip_generate` for its prompt alone (invariant 5, docs/how-it-works.md). With
-    the compiled kernels the logits are identical, except in bfloat16. Otherwise they differ by rounding, so a token
-    may differ if the two likeliest tokens are that close. A sampled request with a seed gives the tokens of
-    `skip_generate` after `torch.manual_seed(seed)`.
+    the compiled kernels the logits are identical for prompts of up to 512 tokens (longer ones `skip_generate` runs by
+    torch's operators), except in bfloat16. Otherwise they differ by rounding, so a token may differ if the two
+    likeliest tokens are that close. A sampled request with a seed gives the tokens of `skip_generate` after
+    `torch.manual_seed(seed)`.
 
     Args:
         model: a causal language model in evaluation mode that the fast path supports (`skipdecode.fastpath.model`). It
@@ -110,7 +111,7 @@ class Engine:
         self._prefixes = PrefixCache(int(prefix_mib * 2**20))
         self._counts = dict.fromkeys(("tokens", "prompt_tokens", "steps", "step_tokens", "step_layers"), 0)
         self._changed = threading.Condition()
-        waves = (wave_rows, wave_seconds, wave_tokens, decoder.max_prompt_tokens)
+        waves = (wave_rows, wave_seconds, wave_tokens)
         self._scheduler = Scheduler(self._pool, self._prefixes, self._changed, most_rows, self._depth, *waves)
         self._runner = ModelRunner(decoder, self._pool, self._scheduler.starts)
         self._thread: threading.Thread | None = None

@@ -28,7 +28,7 @@ class ModelRunner:
         self._tables = PositionTables(decoder, self._device)
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> torch.Tensor:
-        """Run chunks of prompts that run the same layers. Returns logits of the last token of each [chunks, vocabulary]."""
+        """Run chunks of prompts that run the same layers; returns logits of their last tokens [chunks, vocabulary]."""
         schedule = chunks[0].running.sequence.schedule
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         self._tables.grow(max(positions) + 1)

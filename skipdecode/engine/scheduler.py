@@ -91,7 +91,6 @@ class Scheduler:
         max_running: maximum number of sequences in `running`.
         depth: number of layers of the model.
         wave_rows, wave_seconds, wave_tokens: as in `Engine`.
-        max_chunk: maximum number of tokens of a chunk; None for no maximum.
 
     Attributes:
         waiting: sequences to be admitted, the first one next.
@@ -111,7 +110,6 @@ class Scheduler:
         wave_rows: int,
         wave_seconds: float,
         wave_tokens: int,
-        max_chunk: int | None,
     ) -> None:
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[RunningSequence] = []
@@ -122,7 +120,6 @@ class Scheduler:
         self._lock = lock
         self._free_rows = list(reversed(range(max_running)))
         self._wave_rows, self._wave_seconds, self._wave_tokens = min(wave_rows, max_running), wave_seconds, wave_tokens
-        self._max_chunk = max_chunk or wave_tokens
 
     def remove_cancelled(self) -> None:
         """End the sequences whose requests were cancelled."""
@@ -163,7 +160,7 @@ class Scheduler:
     def _chunk(self, running: RunningSequence, tokens: int) -> PromptChunk | None:
         """The next chunk of a prompt, of at most so many tokens; None if that is too few to get on."""
         start, length = running.computed, running.sequence.prompt.shape[1]
-        end = start + min(tokens, self._max_chunk)
+        end = start + tokens
         if end >= length:
             return PromptChunk(running, start, length)
         end = (end - 1) // CHUNK_MULTIPLE * CHUNK_MULTIPLE + 1

@@ -63,7 +63,6 @@ class NativeSteps:
         embeds: whether calls take token ids; else they take hidden states.
         ends_in_logits: whether calls return logits; else they return hidden states.
         max_tokens: the number of tokens up to which the kernels are faster than torch's operators.
-        max_prompt_tokens: the same of one prompt, where longer inputs run in several calls; None where they don't.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class NativeSteps:
             without_tiles = compiled.name == "amx" and any(linear.inputs % 32 for linear in linears)
             of_set = MAX_TOKENS_BFLOAT16.get(compiled.name, self.max_tokens)
             self.max_tokens = MAX_TOKENS_WITHOUT_TILES if without_tiles else of_set
-        self.max_prompt_tokens = self.max_tokens if self.max_tokens == MAX_TOKENS[kind] else None
+        self._in_parts = self.max_tokens == MAX_TOKENS[kind]
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
@@ -348,7 +347,7 @@ class NativeSteps:
         if ends[-1] < self.max_tokens:
             return True
         longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
-        return self.max_prompt_tokens is not None and longest <= self.max_prompt_tokens
+        return self._in_parts and longest <= self.max_tokens
 
     def layer_structs(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
         """The structs of all layers with the addresses of their keys and values, which a cache allocates once.

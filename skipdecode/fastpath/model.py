@@ -236,11 +236,6 @@ class FastDecoder:
         top = layers[-1]
         return self.logits(self.layers[top](hidden, cache.layers[top], of_last.of_layer(top), last))
 
-    @property
-    def max_prompt_tokens(self) -> int | None:
-        """Maximum number of a prompt's tokens in one pass of the compiled kernels; None if these don't run prompts."""
-        return self._native.max_prompt_tokens if self._native is not None else None
-
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
         """Logits in the model's type, from what the kernels returned."""
         return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]

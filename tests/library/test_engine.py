@@ -255,14 +255,14 @@ def test_with_compiled_kernels_prompts_from_the_cache_and_in_chunks_give_the_sam
     settings: Any = {**how, "attention_mask": torch.ones_like(ids), "weights": weights}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "custom_generate": skip_generate}
     engine = Engine(model, weights=weights, wave_tokens=40)
-    for prefix_tokens in (0, 80):
-        answers = [engine.submit(LONG, schedule=schedule, logprobs=1, **how) for schedule in SCHEDULES]
+    schedules = [*SCHEDULES, SkipSchedule(6, 5, 3, prompt="max")]  # of as many layers as another one, but not the same
+    for first in (True, False):
+        answers = [engine.submit(LONG, schedule=schedule, logprobs=1, **how) for schedule in schedules]
         before = engine.state.prefix_tokens
         decode_all(engine)
-        groups = {(schedule.prompt_layers, schedule.prompt_depth) for schedule in SCHEDULES}
-        shared = 80 * (len(SCHEDULES) - len(groups)) if prefix_tokens == 0 else 80 * len(SCHEDULES)
-        assert engine.state.prefix_tokens - before == shared
-        for schedule, answer in zip(SCHEDULES, answers, strict=True):
+        computed = len({(schedule.prompt_layers, schedule.prompt_depth) for schedule in schedules}) if first else 0
+        assert engine.state.prefix_tokens - before == 80 * (len(schedules) - computed)
+        for schedule, answer in zip(schedules, answers, strict=True):
             found = model.generate(ids, schedule=schedule, **settings)
             expected = [float(logits[0].log_softmax(-1).max()) for logits in found.logits]
             assert [generated.logprob for generated in answer] == expected, schedule
