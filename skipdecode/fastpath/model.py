@@ -208,7 +208,7 @@ class FastDecoder:
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
         """
-        inputs = self._prompt_inputs(attention_mask, position_ids)
+        inputs = self.prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
         return self.run_prompt(flat if inputs.shown is None else flat[inputs.shown], layers, cache, inputs, stop)
 
@@ -219,14 +219,27 @@ class FastDecoder:
 
         They may be the next tokens of prompts of which `cache` holds the tokens before.
         """
-        before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
-        stop = before_last if stop is None else min(stop, before_last)
+        stop = _last_for_all(layers, stop)
         native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
         if native is not None and native.embeds and entered.dim() == 1:
             return self._ended(*native.prefill(entered, layers, cache, inputs, stop))
         hidden = self._enter(entered, inputs) if entered.dim() == 2 else self.embed(entered, inputs)
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
+        return self._run_layers(hidden, layers, cache, inputs, stop)
+
+    def padded_prefill(
+        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int | None
+    ) -> torch.Tensor:
+        """As `prefill`, of flat tokens [batch * length] with `prompt_inputs` that keep the padding.
+
+        It runs the same operations for every prompt of a shape, and none of them waits for the device.
+        """
+        return self._run_layers(self.embed(tokens, inputs), layers, cache, inputs, _last_for_all(layers, stop))
+
+    def _run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
+    ) -> torch.Tensor:
         for index in layers[:stop]:
             hidden = self.layers[index](hidden, cache.layers[index], inputs.of_layer(index))
         last, of_last = inputs.last, inputs.for_last_tokens()
@@ -240,15 +253,28 @@ class FastDecoder:
         """Logits in the model's type, from what the kernels returned."""
         return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]
 
-    def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
+    def prompt_inputs(
+        self, mask: torch.Tensor, position_ids: torch.Tensor | None, *, keep_padding: bool = False
+    ) -> PromptInputs:
+        """The inputs of a prompt: of the tokens that aren't padding, or of all, so that only the shape matters.
+
+        Args:
+            mask, position_ids: as for `step_inputs`.
+            keep_padding: whether padding runs too. What it computes is finite, and nothing attends to it.
+        """
         batch, width = mask.shape
-        padded = not bool(mask.all())
+        padded = not keep_padding and not bool(mask.all())
         positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -width:]
         looked_up, rotary = self.placed(positions)
         shown = None
-        if padded:
+        if padded or keep_padding:
             mask = mask.clone()
             mask[:, -1] += ~mask.any(dim=-1)  # a sequence of padding only has to attend to something
+        bias = self.bias(mask, 0, padded or keep_padding)
+        if keep_padding and bias is not None:
+            # Padding has only padding to attend to: -inf at all of its slots gives NaN in some attention kernels.
+            bias = bias.clamp_min(torch.finfo(bias.dtype).min / 2)
+        if padded:
             kept = mask != 0
             kept[:, -1] = True  # its logits are returned, whatever the mask says
             shown = kept.flatten().nonzero()[:, 0]
@@ -267,7 +293,7 @@ class FastDecoder:
             last,
             position_ids=of_tokens(looked_up) if looked_up is not None else None,
             rotary=(of_tokens(rotary[0]), of_tokens(rotary[1])) if rotary is not None else None,
-            bias=self.bias(mask, 0, padded),
+            bias=bias,
         )
 
     def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -291,6 +317,11 @@ class FastDecoder:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self.head(hidden)
+
+
+def _last_for_all(layers: Sequence[int], stop: int | None) -> int:
+    """How many of a prompt's layers all tokens run: not the last one, whose output is read for the last tokens only."""
+    return len(layers) - 1 if stop is None else min(stop, len(layers) - 1)
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
