@@ -46,7 +46,7 @@ class ChunkInputs(PromptInputs):
         self._layers = layers
         self._rows = [row for row, count in enumerate(counts) for _ in range(count)]
         self._slots = [first + n for first, count in zip(firsts, counts, strict=True) for n in range(count)]
-        self._in_layers: _LayerInputs | None = None
+        self._in_layers: LayerChunkInputs | None = None
 
     def part(self, tokens: slice) -> StepInputs:
         rows = self._rows[tokens]
@@ -67,14 +67,14 @@ class ChunkInputs(PromptInputs):
 
     def of_layer(self, index: int) -> StepInputs:
         if self._in_layers is None:
-            self._in_layers = _LayerInputs(self)
+            self._in_layers = LayerChunkInputs(self)
         return self._in_layers.of_layer(index)
 
-    def for_last_tokens(self) -> "_LastTokenInputs":  # type: ignore[override]
-        return _LastTokenInputs(self)
+    def for_last_tokens(self) -> "LastChunkInputs":  # type: ignore[override]
+        return LastChunkInputs(self)
 
 
-class _LayerInputs(PromptInputs):
+class LayerChunkInputs(PromptInputs):
     """The inputs for torch's operators. Attention has the prompts side by side, as many queries of each as the longest
     chunk has tokens.
     """
@@ -83,9 +83,8 @@ class _LayerInputs(PromptInputs):
         batch, longest, device = chunks.batch, max(chunks.counts), chunks.last.device
         shown = None
         if batch > 1:
-            shown = torch.tensor(
-                [n * longest + at for n, c in enumerate(chunks.counts) for at in range(c)], device=device
-            )
+            places = [row * longest + n for row, count in enumerate(chunks.counts) for n in range(count)]
+            shown = torch.tensor(places, device=device)
         super().__init__(batch, longest, shown, chunks.last, chunks.position_ids, chunks.rotary, chunks.bias)
         self._chunks = chunks
         rows, slots = chunks.rows_and_slots(0)
@@ -127,7 +126,7 @@ class _LayerInputs(PromptInputs):
         return self._masks[window]
 
 
-class _LastTokenInputs(_LayerInputs):
+class LastChunkInputs(LayerChunkInputs):
     """The same with queries of the last token of each chunk."""
 
     many_queries = False
