@@ -1,13 +1,13 @@
 """The web application: its endpoints, error responses, and access control."""
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +27,7 @@ from skipdecode.schedule.plan import PLANNED_HEADER, SpeedPlan, show_planned
 from skipdecode.schedule.schedule import Over
 from skipdecode.serve.field_errors import field_error, show_value
 from skipdecode.serve.metrics import Metrics
+from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest, error_body
 from skipdecode.serve.request_stream import RunningRequest, Waker
 from skipdecode.serve.responses import full_response, stream_events
@@ -46,12 +47,13 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
     """The application, which starts and ends the engine's thread."""
     metrics = Metrics(lambda: engine.state)
     token_bytes = TokenBytes(tokenizer)
+    scorer = PromptScorer(engine.model, engine.weights)
     started = int(time.time())
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.waker = Waker()
-        with engine:
+        with engine, contextlib.closing(scorer):
             yield
 
     app = FastAPI(title="skipdecode", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -106,7 +108,7 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
     async def respond(body: BaseRequest, request: Request) -> Response:
         check_model(body.model)
-        running = RunningRequest(engine, tokenizer, settings, metrics, app.state.waker, body)
+        running = RunningRequest(engine, tokenizer, settings, metrics, app.state.waker, scorer, body)
         request.state.running = running  # for the log
         await running.start()
         headers = {} if running.planned is None else {PLANNED_HEADER: f"{running.planned:.2f}"}

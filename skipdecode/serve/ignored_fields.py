@@ -10,8 +10,6 @@ from typing import Any
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "metadata": ({},),
@@ -19,7 +17,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),

@@ -67,6 +67,8 @@ class BaseRequest(JSONObject):
     top_p: StrictFloat | None = Field(None, ge=0, le=1)
     top_k: Integer | None = Field(None, ge=-1)  # 0, and -1 as in vLLM: all tokens
     repetition_penalty: StrictFloat | None = Field(None, ge=1e-5, le=10)
+    presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[str] = []
@@ -175,8 +177,10 @@ class CompletionRequest(BaseRequest):
     neutral = {**NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: list[str | list[int]]  # one or several, each a string or token ids
+    max_tokens: Integer | None = Field(None, ge=0)
     logprobs: Integer | None = Field(None, ge=0, le=20)
     best_of: Integer | None = None
+    echo: StrictBool = False  # whether the prompt stands before its output, with log probabilities of its own
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -201,8 +205,13 @@ class CompletionRequest(BaseRequest):
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, 1, self.n):
-            raise ConfigError(f"best_of is {self.best_of}: this server doesn't support it; leave it out")
+        if self.best_of not in (None, self.n):
+            raise ConfigError(
+                f"best_of is {self.best_of} and n is {self.n}: every sequence that is decoded is returned, so they "
+                "must be equal; leave best_of out"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise ConfigError("max_tokens is 0: it must be greater than or equal to 1, unless echo is true")
 
     @property
     def logprobs_count(self) -> int | None:

@@ -17,7 +17,7 @@ async def full_response(running: RunningRequest, token_bytes: TokenBytes) -> dic
     choices = [
         envelope.choice(
             choice.index,
-            choice.detokenizer.text,
+            choice.echo + choice.detokenizer.text,
             choice.end,
             _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs))),
         )
@@ -35,6 +35,11 @@ async def stream_events(running: RunningRequest, token_bytes: TokenBytes) -> Asy
         if envelope.chat:
             roles = [envelope.choice(c.index, "", None, None, chunk=True, first=True) for c in running.choices]
             yield server_sent_event(envelope.body(roles, chunk=True))
+        for choice in running.choices:
+            if choice.echo:
+                logprobs = _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs)))
+                echoed = envelope.choice(choice.index, choice.echo, None, logprobs, chunk=True)
+                yield server_sent_event(envelope.body([echoed], chunk=True))
         async for chunks in running.chunks():
             # All events are sent together. Sent one by one, they would fall behind the steps of a fast model.
             if events := "".join(_events(running, envelope, token_bytes, chunks)):
@@ -67,7 +72,7 @@ def _events(
                 )
         return
     for chunk in chunks:
-        places = [chunk.place] if body.logprobs_count is not None else []
+        places = [chunk.place] if body.logprobs_count is not None and chunk.choice.tokens else []
         logprobs = _logprobs(envelope, token_bytes, chunk.choice, places)
         choice = envelope.choice(chunk.choice.index, chunk.text, chunk.end, logprobs, chunk=True)
         event = envelope.body([choice], chunk=True)
@@ -113,7 +118,8 @@ def _logprobs(
     return {
         "tokens": [each["token"] for each in found],
         "token_logprobs": [each["logprob"] for each in found],
-        "top_logprobs": [_by_name(each["top_logprobs"]) for each in found],
+        # The first token of a prompt that is echoed has no log probability.
+        "top_logprobs": [None if each["logprob"] is None else _by_name(each["top_logprobs"]) for each in found],
         "text_offset": [choice.offsets[place] for place in places],
     }
 
