@@ -19,11 +19,13 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import longest_sequence
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.serve.detokenizer import Detokenizer
+from skipdecode.serve.json_output import JSONGrammars, JSONMask
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
 from skipdecode.serve.token_penalties import TokenPenalties
+from skipdecode.serve.tool_calls import ToolCallParser, tool_template
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Choice:
         echo: the prompt, if the text begins with it.
         logprobs: the tokens with their log probabilities, if the request wants them; those of an echo come first.
         offsets: for each of these tokens, the number of characters before it.
+        parser: separates tool calls from the text, if the request has tools.
     """
 
     index: int
@@ -51,6 +54,12 @@ class Choice:
     echo: str = ""
     logprobs: list[GeneratedToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    parser: ToolCallParser | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self.echo + (self.parser.content if self.parser is not None else self.detokenizer.text)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Chunk:
         layers: layers that this token ran.
         place: index of this token in the sequence's `logprobs`.
         end: why the sequence ended with it, in OpenAI's terms; None if it continues.
+        calls: new tool calls, in OpenAI's form.
     """
 
     choice: Choice
@@ -71,6 +81,7 @@ class Chunk:
     layers: int
     place: int
     end: str | None
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class Waker:
@@ -148,10 +159,12 @@ class RunningRequest:
         metrics: Metrics,
         waker: Waker,
         scorer: PromptScorer,
+        grammars: JSONGrammars,
         body: BaseRequest,
     ) -> None:
         self._engine, self._tokenizer, self._settings, self._metrics = engine, tokenizer, settings, metrics
-        self._scorer = scorer
+        self._scorer, self._grammars = scorer, grammars
+        self._matcher: Any = None  # of the text that the sequences must have
         self.body = body
         self.speedup = settings.speedup if body.speedup is None else body.speedup
         self.choices: list[Choice] = []
@@ -175,6 +188,9 @@ class RunningRequest:
                     f"{maximum}"
                 )
             self.prompt_tokens = sum(map(len, prompts))
+            schema = self.body.response_format.schema_of_answer
+            if schema is not None:  # in another thread, as a large schema takes a while
+                self._matcher = await asyncio.to_thread(self._grammars.matcher, schema)
             if count > 1:  # in another thread, so that other requests' tokens are sent in the meantime
                 await asyncio.to_thread(self._submit, prompts)
             else:
@@ -225,8 +241,12 @@ class RunningRequest:
         except (RecursionError, ValueError) as error:  # pydantic raises ValueError
             raise APIError(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
         _check_unicode("messages", text)
+        how: dict[str, Any] = {}
+        if tools := body.callable_tools:
+            how = {"tools": tools, "chat_template": tool_template(self._tokenizer, tools)}
+            _check_unicode("tools", json.dumps(tools, ensure_ascii=False))
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **how)
         except Exception as error:  # chat templates are programs: they can raise anything
             raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -267,7 +287,10 @@ class RunningRequest:
                     **self._processors(len(prompt)),
                     **sampling,
                 )
-                self.choices.append(Choice(index, answer, Detokenizer(self._tokenizer, body.stop)))
+                choice = Choice(index, answer, Detokenizer(self._tokenizer, body.stop))
+                if isinstance(body, ChatRequest) and body.callable_tools:
+                    choice.parser = ToolCallParser(single=not body.parallel_tool_calls)
+                self.choices.append(choice)
 
     async def _echo(self, body: CompletionRequest, prompts: Sequence[list[int]]) -> None:
         """Begin the text of each sequence with its prompt."""
@@ -291,6 +314,8 @@ class RunningRequest:
         processors = LogitsProcessorList()
         if body.presence_penalty or body.frequency_penalty:
             processors.append(TokenPenalties(prompt_length, body.presence_penalty, body.frequency_penalty))
+        if self._matcher is not None:
+            processors.append(JSONMask(self._matcher.deep_copy(), prompt_length))
         return {"logits_processor": processors} if processors else {}
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
@@ -352,7 +377,12 @@ class RunningRequest:
             choice.end = last.end
         if choice.end is not None:
             self._metrics.sequence.observe(last.at - choice.answer.times.submitted)
-        return Chunk(choice, text, last, layers, len(choice.logprobs) - 1, choice.end)
+        calls: Sequence[dict[str, Any]] = ()
+        if choice.parser is not None:
+            text, calls = choice.parser.add(text, last=choice.end is not None)
+            if choice.end == "stop" and choice.parser.calls:
+                choice.end = "tool_calls"
+        return Chunk(choice, text, last, layers, len(choice.logprobs) - 1, choice.end, calls)
 
     def cancel(self) -> None:
         """Cancel the sequences that haven't ended."""

@@ -4,7 +4,7 @@ import torch
 from transformers import LogitsProcessor
 
 
-class TokenPenalties(LogitsProcessor):  # type: ignore[no-untyped-call]
+class TokenPenalties(LogitsProcessor):
     """Lowers the logits of generated tokens: by `presence` once, and by `frequency` for each time that they occur.
 
     The prompt's tokens don't count (OpenAI's API reference, presence_penalty and frequency_penalty).

@@ -200,7 +200,7 @@ def test_a_field_with_a_value_without_effect_changes_nothing(server: Server, cha
         ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which has no effect"),
         ("min_p", False, "min_p is false"),
         ("ignore_eos", 0, "ignore_eos is 0"),
-        ("tool_choice", "required", 'tool_choice is "required".* accepts only "none" and "auto"'),
+        ("tool_choice", "required", 'tool_choice is "required": '),
         ("guided_json", {}, "guided_json is {}: this server doesn't support it$"),
         ("user", 5, "user is 5: it must be a string"),
         ("prompt_cache_options", "a", 'prompt_cache_options is "a": it must be an object'),
