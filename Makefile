@@ -3,14 +3,15 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 RUN := outputs/quickstart
 OLDEST := build/oldest
+TRITON := build/triton
 FAST := schedule solver lengths gating kv_cache cached_equals_uncached skip_generate stopping acceptance draft_policy prompt_inputs export files
 
-.PHONY: help install quickstart test test-fast test-oldest lint docs build clean
+.PHONY: help install quickstart test test-fast test-oldest test-kernels lint docs build clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed ## create .venv with everything pinned in constraints.txt
 
@@ -56,6 +57,16 @@ $(OLDEST)/.installed: pyproject.toml Makefile | .venv/.installed
 	rm -rf $(OLDEST)
 	$(PIP) install -qq --no-deps --target $(OLDEST) "huggingface_hub<2" \
 		"transformers==$$(sed -n 's/^dependencies = .*transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)"
+	@touch $@
+
+# Triton comes with torch's CUDA builds alone. This is the version of torch 2.13's, in a folder of its own; 3.9 fails in
+# the interpreter beside a CPU build.
+test-kernels: $(TRITON)/.installed ## run the GPU kernels without a GPU, in Triton's interpreter
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 -m "not gpu" tests/library/test_gpu_layer.py
+
+$(TRITON)/.installed: Makefile | .venv/.installed
+	rm -rf $(TRITON)
+	$(PIP) install -qq --no-deps --target $(TRITON) triton==3.7.0
 	@touch $@
 
 lint: install ## check style, formatting and types

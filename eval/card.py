@@ -139,6 +139,10 @@ def _training(recipe: dict[str, Any], remembered: SkipConfig) -> str:
     known = remembered.base_model or "a local checkpoint"
     start = "from random weights" if recipe["model"]["name_or_path"] is None else f"from {known}"
     how = f"with LoRA of rank {rank}" if rank is not None else "updating every weight"
+    if recipe["model"].get("quantize") is not None:
+        how += (
+            f" on a base in 4 bits ({recipe['model']['quantize']}), which is dequantised here with the adapters merged"
+        )
     return f"Trained {start} for {length} at a learning rate of {recipe['optim']['learning_rate']:g}, {how}."
 
 

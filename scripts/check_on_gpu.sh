@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run all checks that need a CUDA device: the gpu tests, the quickstart, the training step with OPT-1.3B's shape, decoding
-# speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, and memory over thousands of calls. Results
-# are written to the folder given as the first argument (default: outputs/gpu).
+# Run all checks that need a CUDA device: the gpu tests, the quickstart, the training step with OPT-1.3B's shape, prompts
+# as CUDA graphs and decoding speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, and memory over
+# thousands of calls. Results are written to the folder given as the first argument (default: outputs/gpu).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
@@ -13,6 +13,8 @@ mkdir -p "$out"
 "$python" scripts/benchmark_training_step.py --shape opt-1.3b --vocab-size 50272 --dtype bfloat16 --batch-size 8 \
     --prompt-length 128 --new-tokens 128 --speedup 2 3 4 5 2>&1 | tee "$out/training-step.txt"
 for shape in opt-1.3b opt-6.7b; do
+    "$python" scripts/benchmark_prompt_graphs.py --shape "$shape" --vocab-size 50272 --dtype bfloat16 --batch-size 1 8 32 \
+        2>&1 | tee "$out/prompt-graphs-$shape.txt"
     rm -f "$out/speed-$shape".*
     "$python" -m eval.speed --model "$shape" --dtype bfloat16 --batch-size 1 8 32 --speedup 1 2 3 4 5 --profile \
         --peers transformers transformers-static --output "$out/speed-$shape.json" 2>&1 | tee "$out/speed-$shape.txt"

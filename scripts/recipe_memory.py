@@ -42,7 +42,8 @@ def row(name: str, gpus: list[int], overrides: list[str]) -> str:
     )
     estimates = [estimate_memory(recipe, simulated, count) for count in gpus]
     model = (recipe.model.name_or_path or f"{recipe.model.shape}, random").rpartition("/")[2]
-    trained = "adapters" if recipe.lora.r is not None else "all weights"
+    base = " on 4 bits" if recipe.model.quantize is not None else ""
+    trained = f"adapters{base}" if recipe.lora.r is not None else "all weights"
     speeds = [f"{speedup:g}x" for speedup in sampler.speedups]
     cells = [
         f"[`{name}`]({name}.yaml)",

@@ -8,8 +8,8 @@ JSON, huge bodies, prompts that are too long, wrong keys or unknown models. At t
 is answering.
 
 Every valid answer is compared with `skip_generate` of its prompt alone, and every other one with the status that it
-must have. Status 429 with Retry-After is correct while the queue is full; after SIGTERM a connection may be closed
-before its request is read. The exit status is 1 for any wrong answer, for a server that ends with another status than 0
+must have. Status 429 with Retry-After is correct while the queue is full, and status 503 or a closed connection
+after SIGTERM. The exit status is 1 for any wrong answer, for a server that ends with another status than 0
 or logs anything besides one line per request, and if it uses over --allow megabytes more in the last tenth of the time
 than in the second.
 """
@@ -206,6 +206,8 @@ class Soak:
     async def _judge(self, kind: str, answer: aiohttp.ClientResponse, expected: str) -> str:
         if answer.status == 429 and kind not in ("rubbish", "huge", "key", "model"):
             return "busy" if "Retry-After" in answer.headers else "429 without Retry-After"
+        if answer.status == 503 and self.told_to_end:
+            return "refused, as it ends"
         if answer.status != STATUS.get(kind, 200):
             return f"status {answer.status}: {(await answer.text())[:200]}"
         if kind in STATUS:

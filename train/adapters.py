@@ -1,12 +1,14 @@
 """Adding LoRA adapters to a model, and merging them into it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from skipdecode.checkpoint.checksums import write_checksums
+from skipdecode.checkpoint.four_bit import dequantise
 from skipdecode.checkpoint.skip_config import ADAPTERS_FILE, SkipConfig
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
@@ -60,7 +62,8 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
 def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     """Turn a folder of adapters into a checkpoint of merged weights.
 
-    The adapters are kept in its subfolder `adapter/`, unless their base model has no name by which it can be loaded.
+    The adapters are kept in its subfolder `adapter/`, unless their base model has no name by which it can be loaded. A
+    base in 4 bits is dequantised to the data type that it was computed in.
     """
     import peft
 
@@ -73,10 +76,12 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     for name in (_CONFIG, _WEIGHTS, ADAPTERS_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
     has_name = bool(base.name_or_path)
+    if getattr(base, "is_loaded_in_4bit", False):
+        dequantise(base)  # the adapters were trained on these values, and not on those before the quantisation
     merged: Any = peft.PeftModel.from_pretrained(base, str(adapters)).merge_and_unload()
     merged.save_pretrained(folder)
     skip_config = SkipConfig.load(adapters)
     if skip_config is not None:
-        skip_config.save(folder)
+        replace(skip_config, base_weights=None).save(folder)
     if not has_name:
         shutil.rmtree(adapters)

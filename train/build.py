@@ -18,6 +18,7 @@ from configs.shapes import SHAPES, changed_config, random_model, read_shape, sha
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
+from skipdecode.checkpoint.four_bit import nf4
 from skipdecode.checkpoint.from_gguf import find_gguf, read_config
 from skipdecode.checkpoint.loading import check_trust, load_model, load_tokenizer
 from skipdecode.checkpoint.offline import without_network
@@ -185,6 +186,8 @@ def _pretrained(
             f"model.gguf_file is {section.gguf_file!r} with lora.merge=false: unmerged adapters save the name of their "
             "base model, but no GGUF file in it; set lora.merge=true"
         )
+    dtype = getattr(torch, section.dtype)
+    quantised = _quantisation(section, dtype)
     set_seed(recipe.train.seed)
     options: dict[str, Any] = {"gguf_file": section.gguf_file, "trust_remote_code": section.trust_remote_code}
     # A folder of adapters has no config.json; it is refused below.
@@ -193,7 +196,7 @@ def _pretrained(
     changed: dict[str, Any] = {"config": config} if changes else {}
     check_readable(recipe)
     # The model is loaded before the tokenizer, whose error for code that isn't trusted says less.
-    model = load_model(name, getattr(torch, section.dtype), **options, **changed)
+    model = load_model(name, dtype, **options, **changed, **quantised)
     if hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.name_or_path {name!r} holds unmerged adapters, which can't be trained further: merge them into "
@@ -211,6 +214,23 @@ def _pretrained(
     if section.layers is not None or changes or section.gguf_file is not None:
         model.name_or_path = ""  # adapters of the changed model don't fit the model of that name
     return model, tokenizer
+
+
+def _quantisation(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of `load_model` for a base in 4 bits. Raises ConfigError where it can't be had."""
+    if section.quantize is None:
+        return {}
+    if section.gguf_file is not None:
+        raise ConfigError(
+            f"model.quantize is {section.quantize!r} with model.gguf_file {section.gguf_file!r}, whose weights are "
+            "dequantised: set only one of them"
+        )
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError(
+            f"model.quantize is {section.quantize!r} with ZeRO-3, which can't shard weights in 4 bits: use stage 2 at "
+            "most"
+        )
+    return {"quantization_config": nf4(dtype)}
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

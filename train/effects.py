@@ -131,6 +131,8 @@ _WITHOUT_W_AND_B = "nothing is sent to Weights & Biases; remove it, or turn trac
 _NOT_EVALUATED = "nothing is evaluated; set targets, such as evaluation.speedups=[1,2], or remove it"
 _UNPUBLISHED = "nothing is published; set the repository, or remove it"
 _NO_ADAPTERS = "no adapters are trained; set their rank, such as lora.r=16, or remove it"
+_NO_BASE = "only a pretrained model is quantised; set model.name_or_path, or remove it"
+_NOT_FROZEN = "weights in 4 bits can't be trained, only adapters on them; set lora.r=16, or remove it"
 _DIVERGENCE = "no step learns from the labels; lower optim.distillation, add the target 1, or remove it"
 
 RULES: tuple[Rule, ...] = (
@@ -138,6 +140,8 @@ RULES: tuple[Rule, ...] = (
         *("model.gguf_file", "model.name_or_path", _is_null("model.name_or_path")),
         "set the folder or the Hub repository that holds the file",
     ),
+    Rule("model.quantize", "model.name_or_path", _is_null("model.name_or_path"), _NO_BASE),
+    Rule("model.quantize", "lora.r", _is_null("lora.r"), _NOT_FROZEN),
     Rule(
         *("model.keep", "model.layers", _is_null("model.layers")),
         "set how many layers to keep, such as model.layers=4",

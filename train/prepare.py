@@ -139,6 +139,9 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
         skip_config = replace(skip_config, base_model=start)
+    if recipe.model.quantize is not None:
+        base_weights = {"quantize": recipe.model.quantize, "dtype": recipe.model.dtype}
+        skip_config = replace(skip_config, base_weights=base_weights)
     if recipe.optim.exits != "last":
         exit_head(model)  # raises ConfigError where the family's final norm isn't known
     trained = as_it_trains(model, recipe)
@@ -170,8 +173,10 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
     processes = arguments.world_size
     held = count_parameters(model.parameters())
     trained = count_parameters(p for p in model.parameters() if p.requires_grad)
+    four_bits = ", on a base in 4 bits" if prepared.skip_config.base_weights is not None else ""
     console.print(
-        f"{name}: {held / 1e6:.2f} M parameters{f' ({trained / 1e6:.2f} M trained)' if trained < held else ''}, "
+        f"{name}: {held / 1e6:.2f} M parameters"
+        f"{f' ({trained / 1e6:.2f} M trained{four_bits})' if trained < held else ''}, "
         f"{len(encoded.rows)} rows, {prepared.rows_a_step} per step on {processes} "
         f"process{'es' if processes > 1 else ''}"
     )

@@ -60,6 +60,11 @@ class ModelSection(Section):
     )
     vocab_size: int = Field(512, ge=1, le=1_000_000, description="size of the tokenizer that is trained for a shape")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="data type of the weights")
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="with lora.r: nf4, the frozen projections are stored in 4 bits and computed in model.dtype (QLoRA, "
+        "with double quantisation; needs the extra qlora); null: all weights have model.dtype",
+    )
 
 
 class DataSection(Section):

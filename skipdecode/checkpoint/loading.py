@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, Pre
 from transformers.utils import cached_file, logging
 
 from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, verify_checksums
+from skipdecode.checkpoint.four_bit import keep_exact, nf4, stored_values
 from skipdecode.checkpoint.from_gguf import find_gguf, gguf_files, read_model, read_tokenizer
 from skipdecode.checkpoint.offline import looks_local, without_network
 from skipdecode.checkpoint.skip_config import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
@@ -75,6 +76,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model, for a folder of adapters with its base model; arguments as in `load`.
 
+    Adapters that were trained on a base in 4 bits (`model.quantize` of a recipe) get it again.
+
     The files are compared with the folder's checksum file, where it has one (`skipdecode.checkpoint.checksums`). The
     weights must be safetensors, complete, with the config's names and shapes, and finite; this last check takes about
     as long as a decode step at full depth.
@@ -93,6 +96,10 @@ def load_model(
         _check_files(path)
     else:
         kwargs |= without_network(name, **hub_arguments(kwargs))
+    adapters = _adapters_config(name, path if local else None, kwargs)
+    if adapters is not None and adapters.base_weights is not None and "quantization_config" not in kwargs:
+        dtype = dtype or getattr(torch, adapters.base_weights["dtype"])
+        kwargs["quantization_config"] = nf4(dtype)
     options = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code, "use_safetensors": True, **kwargs}
     options["ignore_mismatched_sizes"] = True  # so that they are listed; _check_weights refuses them
     if kwargs.get("local_files_only"):
@@ -106,20 +113,32 @@ def load_model(
             model, info = _call_loader(
                 name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
             )
-    adapters_file = path / ADAPTERS_FILE if local else None
     if not local:
-        if hasattr(model, "peft_config"):
-            adapters_file = downloaded(name, ADAPTERS_FILE, kwargs)
         _verify_download(name, kwargs)
     _check_weights(name, model, info, adapted)
+    keep_exact(model)
     # With trust_remote_code, transformers replaces `generate` by the checkpoint's custom_generate, which skip_generate
     # must not call.
     model.__dict__.pop("generate", None)
-    if adapters_file is not None and adapters_file.is_file():  # it replaces the base model's schedules
-        skip_config = SkipConfig.load(adapters_file.parent)
-        assert skip_config is not None
-        setattr(model.config, CONFIG_KEY, skip_config.to_dict())
+    if adapters is not None and hasattr(model, "peft_config"):  # it replaces the base model's schedules
+        setattr(model.config, CONFIG_KEY, adapters.to_dict())
     return model
+
+
+def _adapters_config(name: str, folder: Path | None, kwargs: Mapping[str, Any]) -> SkipConfig | None:
+    """The schedules of adapters, which also say how their base is loaded; None where there are none.
+
+    Args:
+        name: the checkpoint's name.
+        folder: its folder; None for a repository of the Hub.
+        kwargs: the arguments of `load_model`.
+    """
+    file = downloaded(name, ADAPTERS_FILE, kwargs) if folder is None else folder / ADAPTERS_FILE
+    if file is None or not file.is_file():
+        return None
+    if folder is None:
+        _verify_download(name, kwargs)
+    return SkipConfig.load(file.parent)
 
 
 def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +299,7 @@ def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any], a
             f"{name!r} contains layers beyond those of its config.json, such as {extra_layers[0]}: use an intact copy"
         )
     for parameter, tensor in model.named_parameters():
-        values = getattr(tensor, "ds_tensor", tensor).detach()  # with ZeRO-3, this process's shard
+        values = stored_values(getattr(tensor, "ds_tensor", tensor)).detach()  # with ZeRO-3, this process's shard
         if values.numel() == 0 or values.is_meta or not values.is_floating_point():
             continue
         bounds = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)

@@ -33,6 +33,7 @@ _FORMAT, _OLDEST_FORMAT = 3, 2  # format 2 has no sequence lengths
 _CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size", "machine")
 _SOLVER_SETTINGS = inspect.signature(solve_schedule).parameters.keys() - {"model", "speedup", "dtype"}
 _COUNTS = ("horizon", "warmup_layers", "prompt_length", "batch_size")
+_COMPUTED_IN = ("float32", "bfloat16", "float16")  # data types that weights in 4 bits are computed in
 _NEAR = 2  # prompts up to this factor longer or shorter than in training use the training's schedules
 _MEASURED_PARTS = 8  # prompt lengths that are distinguished per doubling, where schedules follow a calibrated profile
 
@@ -54,6 +55,8 @@ class SkipConfig:
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder or random weights.
         lengths_by_prompt: lengths of the sequences that the checkpoint generates; None where they weren't measured.
+        base_weights: how the base of adapters is loaded, such as {"quantize": "nf4", "dtype": "bfloat16"}; None: as it
+            is stored.
     """
 
     schedules: Mapping[float, SkipSchedule] = field(default_factory=dict)
@@ -61,6 +64,7 @@ class SkipConfig:
     task: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
     lengths_by_prompt: LengthsByPrompt | None = None
+    base_weights: Mapping[str, str] | None = None
 
     texts = renamed("texts", "lengths_by_prompt")
 
@@ -240,6 +244,7 @@ class SkipConfig:
             "task": dict(self.task),
             "base_model": self.base_model,
             **({} if self.lengths_by_prompt is None else {"texts": self.lengths_by_prompt.to_list()}),
+            **({} if self.base_weights is None else {"base_weights": dict(self.base_weights)}),
         }
 
     @classmethod
@@ -266,7 +271,10 @@ class SkipConfig:
             if solver.get("machine", "gpu") not in MACHINES:
                 raise unknown("machine", str(solver["machine"]), MACHINES)
             lengths_by_prompt = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
-            return cls(schedules, solver, task, values.get("base_model"), lengths_by_prompt)
+            base_weights = values.get("base_weights")
+            if base_weights not in (None, *({"quantize": "nf4", "dtype": dtype} for dtype in _COMPUTED_IN)):
+                raise ConfigError(f"base_weights is {base_weights!r}: expected quantize nf4 and dtype {_COMPUTED_IN}")
+            return cls(schedules, solver, task, values.get("base_model"), lengths_by_prompt, base_weights)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:

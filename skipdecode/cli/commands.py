@@ -3,11 +3,11 @@
 import argparse
 import importlib
 import json
-import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from skipdecode.errors import ConfigError
 if TYPE_CHECKING:
     from skipdecode.timing.compare import Decoded, Decoder
 
-API_KEY = "SKIPDECODE_API_KEY"  # environment variable with the key of `serve`
 PLANNED_NOTE = (
     "planned: this target can't be reached, and the fastest schedule that the checkpoint was trained for runs in its "
     "place"
@@ -405,40 +404,29 @@ def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any
 def serve(options: argparse.Namespace) -> int:
     """Run the server until SIGTERM or Ctrl-C. Returns the exit status."""
     try:
-        from skipdecode.serve.main import run as run_server
-        from skipdecode.serve.settings import ServeSettings
-    except ModuleNotFoundError as error:
-        if str(error.name).split(".")[0] == "skipdecode":
-            raise
-        raise ConfigError(
-            f"serving needs {error.name}, which isn't installed: pip install 'skipdecode[serve]'"
-        ) from error
-    settings = ServeSettings(
-        name=options.name or Path(os.path.abspath(options.checkpoint)).name,  # also for "."
-        speedup=options.speedup,
-        over=options.over,
-        strict=options.strict,
-        new_tokens=min(options.max_new_tokens, options.most_new_tokens),
-        max_new_tokens=options.most_new_tokens,
-        timeout=options.timeout,
-        drain=options.drain,
-        api_key=options.api_key if options.api_key is not None else os.environ.get(API_KEY),
-        allow_origins=tuple(options.allow_origin),
-    )
-    decoder = _decoder(options)
-    from skipdecode.engine.engine import Engine
+        with quick_imports():
+            from skipdecode.serve.main import load_engine, run
+            from skipdecode.serve.settings import ServerOptions
 
-    engine = Engine(
-        decoder.model,
-        decoder.tokenizer,
-        most_rows=options.rows,
-        most_waiting=options.queue,
-        cache_bytes=round(options.cache_gb * 1e9) if options.cache_gb is not None else None,
-        wave_rows=options.wave_rows,
-        wave_seconds=options.wave_seconds,
-        weights=options.weights,
-    )
-    return run_server(engine, decoder.tokenizer, settings, options.host, options.port)
+            if options.replicas is not None:
+                from skipdecode.serve.ray import run_replicas
+    except ModuleNotFoundError as error:
+        missing = str(error.name).split(".")[0]
+        if missing == "skipdecode":
+            raise
+        what, extra = ("--replicas", "ray") if missing == "ray" else ("serving", "serve")
+        raise ConfigError(
+            f"{what} needs {error.name}, which isn't installed: pip install 'skipdecode[{extra}]'"
+        ) from error
+    from skipdecode.cli.device import resolve_device
+
+    server = ServerOptions(**{field.name: getattr(options, field.name) for field in fields(ServerOptions)})
+    if options.replicas is not None:
+        return run_replicas(server, options.host, options.port)
+    device = resolve_device(options.device)
+    settings = server.settings()
+    engine, tokenizer = load_engine(server, device)
+    return run(engine, tokenizer, settings, options.host, options.port)
 
 
 def _side_by_side(headers: Sequence[str], outputs: Sequence[str], width: int) -> list[str]:

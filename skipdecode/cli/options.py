@@ -41,10 +41,10 @@ _SERVE = """\
 Run a server with OpenAI's API (/v1/completions, /v1/chat/completions). It decodes many requests together, each at its
 own speedup: set `speedup` in the body, or in `extra_body` of the openai client. The response names the planned speedup
 in the field skipdecode.planned_speedup and the header X-Skipdecode-Planned-Speedup. The web page at / is for trying it
-out, and /metrics has metrics for Prometheus. On SIGTERM or Ctrl-C, the server accepts no more requests and finishes
-those that it has.
+out, /health is for probes, and /metrics has metrics for Prometheus. On SIGTERM or Ctrl-C, the server finishes the
+requests that are running, and answers new ones with status 503.
 
-Needs pip install 'skipdecode[serve]'.
+Needs pip install 'skipdecode[serve]', and with --replicas 'skipdecode[ray]'.
 """
 _CALIBRATE = """\
 Time decode steps and prefills of a checkpoint on this machine, and keep the times as a profile in the cache folder.
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command with these arguments (default: the process's). Returns the exit status, as `run_command` does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _parser().parse_args(words[:1]).command
-    options = _command_parser(command).parse_intermixed_args(words[1:])  # prompts may stand before and after options
+    options = command_parser(command).parse_intermixed_args(words[1:])  # prompts may stand before and after options
     return run_command(lambda: _run(options))
 
 
@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
     counts = ("shortlist", "max_prompt_tokens", "batch_size", "prompt_length", "new_tokens", "max_new_tokens")
-    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue"):
+    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue", "replicas", "threads"):
         values = 1 if given.get(name) is None else given[name]
         for value in values if isinstance(values, list) else [values]:
             if not 1 <= value <= _MAX_COUNT:
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command_parser(name: str) -> argparse.ArgumentParser:
+def command_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"skipdecode {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(run=getattr(commands, name))
     _COMMANDS[name][1](parser)
@@ -205,7 +205,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.description = _SERVE
     parser.epilog = "example: skipdecode serve outputs/quickstart --speedup 3 --port 8000"
     _add_checkpoint(parser, trusts=False)
-    parser.set_defaults(trust_remote_code=False)
     add = parser.add_argument
     _add_number(parser, "--speedup", 1, "default target speedup of requests", float, "X")
     _add_target(parser)
@@ -230,6 +229,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--most-new-tokens", 1024, "maximum number of new tokens of a request")
     _add_number(parser, "--timeout", 300, "time limit of a request", float, "S")
     _add_number(parser, "--drain", 30, "time to finish requests at shutdown", float, "S")
+    replicas = "run N servers of the model behind one address, with Ray Serve: one for each GPU, or on CPUs"
+    add("--replicas", type=int, metavar="N", help=replicas)
+    threads = "CPU threads of the server, or of each replica (default: all, divided among the replicas)"
+    add("--threads", type=int, metavar="N", help=threads)
 
 
 def _add_order(parser: argparse.ArgumentParser) -> None:

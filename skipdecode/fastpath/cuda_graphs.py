@@ -12,19 +12,19 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from skipdecode.fastpath.gpu_layer import MAX_ROWS, GpuLayer, gpu_layers
+from skipdecode.fastpath.graph_capture import GraphRecorder, Replay
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.prompt_graphs import PROMPT_GRAIN, PromptGraph
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
 from skipdecode.schedule.schedule import SkipSchedule
 
-# Prompts whose lengths round up to the same multiple of this share buffers and graphs.
-PROMPT_GRAIN = 64
 # The maximum number of shapes that are kept for each model, each with a cache and a few graphs, and the maximum share
 # of a GPU's memory in these caches. The least recently used is dropped first. A calibration uses dozens in turn.
 MAX_KEPT, MAX_KEPT_MEMORY = 128, 0.25
@@ -37,8 +37,6 @@ PRODUCTS = (
     "allow_bf16_reduced_precision_reduction",
 )
 STEPS_IN_FLIGHT = 2  # steps that a GPU runs before the host sees an earlier one's tokens; wasted at the end
-
-Replay: TypeAlias = Callable[[], None]
 
 
 class StaticInputs(StepInputs):
@@ -181,8 +179,18 @@ class StepGraphs:
         self._inputs: Any = None
         self._seen: Any = None  # their copy on the host
         self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
-        self._pool: Any = None
-        self._stream: Any = None  # that graphs are captured on
+        self._recorder = GraphRecorder()
+        self._prompt_graph = PromptGraph(self.cache, schedule.prompt_layers, schedule.prompt_stop)
+
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Run prompts by a graph of their own; all arguments [batch, a multiple of PROMPT_GRAIN].
+
+        Returns logits of the last tokens [batch, vocabulary].
+        """
+        assert self.decoder is not None
+        with torch.cuda.device_of(tokens):
+            inputs = self.decoder.prompt_inputs(mask, position_ids, keep_padding=True)
+            return self._prompt_graph.run(self.decoder, tokens, inputs, self._recorder)
 
     def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
         """Start a generation whose prompt is in the cache and gave these last logits [batch, vocabulary]."""
@@ -326,24 +334,7 @@ class StepGraphs:
             else:
                 result[:] = [logits]
 
-        if tokens.device.type != "cuda":
-            return forward, result
-        with _CAPTURING:
-            if self._stream is None:  # torch's own stream for captures is of the first device that captured
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            # In the first runs kernels are loaded and libraries choose algorithms, which a capture can't record.
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for _ in range(2):
-                    set_step()
-                    forward()
-                set_step()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: another thread's operations, such as allocating memory, don't end the capture.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                forward()
-        return graph.replay, result
+        return self._recorder.record(forward, tokens.device, set_step), result
 
 
 def steps_in_flight(device: torch.device) -> int:
@@ -360,7 +351,6 @@ def _mark(device: torch.device) -> "torch.cuda.Event | None":
     return event
 
 
-_CAPTURING = threading.Lock()  # a process captures one graph at a time
 _KEEPING = threading.Lock()
 
 

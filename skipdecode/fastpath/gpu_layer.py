@@ -88,7 +88,7 @@ def gpu_layers(
     layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device, slot: torch.Tensor
 ) -> list[GpuLayer] | None:
     """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported."""
-    kernels = _kernels_on(device) if device.type == "cuda" and dtype in _TYPES else None
+    kernels = _kernels_on(device) if dtype in _TYPES else None
     if kernels is None or not all(_supported(layer, dtype) for layer in layers):
         return None
     arrived = kernels.arrivals(device)
@@ -128,7 +128,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     Triton compiles a kernel when it is first launched, which needs a C compiler; where that fails, a warning says so.
     """
     kernels = triton_kernels()
-    if kernels is None or torch.version.hip is not None or not torch.cuda.is_available():
+    if kernels is None or device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(device)
     memory = properties.shared_memory_per_block_optin

@@ -208,9 +208,8 @@ class FastDecoder:
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
         """
-        before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
-        stop = before_last if stop is None else min(stop, before_last)
-        inputs = self._prompt_inputs(attention_mask, position_ids)
+        stop = _last_for_all(layers, stop)
+        inputs = self.prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
         if inputs.shown is not None:
             flat = flat[inputs.shown]
@@ -220,6 +219,20 @@ class FastDecoder:
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
+        return self._run_prompt(hidden, layers, cache, inputs, stop)
+
+    def padded_prefill(
+        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int | None
+    ) -> torch.Tensor:
+        """As `prefill`, of flat tokens [batch * length] with `prompt_inputs` that keep the padding.
+
+        It runs the same operations for every prompt of a shape, and none of them waits for the device.
+        """
+        return self._run_prompt(self.embed(tokens, inputs), layers, cache, inputs, _last_for_all(layers, stop))
+
+    def _run_prompt(
+        self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
+    ) -> torch.Tensor:
         for index in layers[:stop]:
             hidden = self.layers[index](hidden, cache.layers[index], inputs)
         last, of_last = inputs.last, inputs.for_last_tokens()
@@ -232,15 +245,28 @@ class FastDecoder:
         """Logits in the model's type, from what the kernels returned."""
         return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]
 
-    def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
+    def prompt_inputs(
+        self, mask: torch.Tensor, position_ids: torch.Tensor | None, *, keep_padding: bool = False
+    ) -> PromptInputs:
+        """The inputs of a prompt: of the tokens that aren't padding, or of all, so that only the shape matters.
+
+        Args:
+            mask, position_ids: as for `step_inputs`.
+            keep_padding: whether padding runs too. What it computes is finite, and nothing attends to it.
+        """
         batch, width = mask.shape
-        padded = not bool(mask.all())
+        padded = not keep_padding and not bool(mask.all())
         positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -width:]
         looked_up, rotary = self.placed(positions)
         shown = None
-        if padded:
+        if padded or keep_padding:
             mask = mask.clone()
             mask[:, -1] += ~mask.any(dim=-1)  # a sequence of padding only has to attend to something
+        bias = self.bias(mask, 0, padded or keep_padding)
+        if keep_padding and bias is not None:
+            # Padding has only padding to attend to: -inf at all of its slots gives NaN in some attention kernels.
+            bias = bias.clamp_min(torch.finfo(bias.dtype).min / 2)
+        if padded:
             kept = mask != 0
             kept[:, -1] = True  # its logits are returned, whatever the mask says
             shown = kept.flatten().nonzero()[:, 0]
@@ -259,7 +285,7 @@ class FastDecoder:
             last,
             position_ids=of_tokens(looked_up) if looked_up is not None else None,
             rotary=(of_tokens(rotary[0]), of_tokens(rotary[1])) if rotary is not None else None,
-            bias=self.bias(mask, 0, padded),
+            bias=bias,
         )
 
     def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -283,6 +309,11 @@ class FastDecoder:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self.head(hidden)
+
+
+def _last_for_all(layers: Sequence[int], stop: int | None) -> int:
+    """How many of a prompt's layers all tokens run: not the last one, whose output is read for the last tokens only."""
+    return len(layers) - 1 if stop is None else min(stop, len(layers) - 1)
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:

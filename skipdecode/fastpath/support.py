@@ -153,8 +153,11 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
         return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    if getattr(model.config, "quantization_config", None) is not None:
-        return "its weights are quantised"
+    quantisation = getattr(model.config, "quantization_config", None)
+    if quantisation is not None:
+        values = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+        method = values.get("quant_method")
+        return f"its weights are quantised ({getattr(method, 'value', method)})"
     return _changed_functions(model, config)
 
 

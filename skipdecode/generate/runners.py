@@ -18,6 +18,7 @@ from skipdecode.families import text_config, unwrap
 from skipdecode.fastpath.cuda_graphs import MAX_AHEAD, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
 from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.prompt_graphs import MAX_PROMPT_TOKENS, PROMPT_GRAIN, pad_to_multiple
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.sequences import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
 from skipdecode.fastpath.verify_inputs import VerifyInputs
@@ -93,17 +94,20 @@ class ForwardRunner(_ScheduledRunner):
 class FastRunner(_ScheduledRunner):
     """Prefill and decode steps by the fast path, without the model's forward pass."""
 
-    def __init__(self, request: DecodeRequest, decoder: FastDecoder) -> None:
+    def __init__(self, request: DecodeRequest, decoder: FastDecoder, grain: int = 1) -> None:
+        """Prompts are padded to a multiple of `grain`."""
         super().__init__(request)
         self._decoder = decoder
-        self._mask = request.prompt_mask
-        self._step_inputs = decoder.step_inputs(self._mask, request.max_steps, self._kwargs.get("position_ids"))
+        self._mask = pad_to_multiple(request.prompt_mask, grain)
+        positions = self._kwargs.get("position_ids")
+        self._positions = None if positions is None else pad_to_multiple(positions, grain)
+        self._step_inputs = decoder.step_inputs(self._mask, request.max_steps, self._positions)
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        embeds, positions = (self._kwargs.get(name) for name in ("inputs_embeds", "position_ids"))
+        embeds = self._kwargs.get("inputs_embeds")
         prompt = input_ids if embeds is None else embeds
         layers, stop = self._schedule.prompt_layers, self._schedule.prompt_stop
-        return self._decoder.prefill(prompt, layers, self.cache, self._mask, positions, stop=stop)
+        return self._decoder.prefill(prompt, layers, self.cache, self._mask, self._positions, stop=stop)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
@@ -133,17 +137,25 @@ class FastRunner(_ScheduledRunner):
 
 
 class GraphRunner(FastRunner):
-    """Fast-path steps on fixed buffers, replayed as CUDA graphs if there is a GPU."""
+    """Fast-path steps on fixed buffers, replayed as CUDA graphs if there is a GPU; short prompts too, on request."""
 
     def __init__(self, request: DecodeRequest, decoder: FastDecoder) -> None:
-        super().__init__(request, decoder)
-        shape = (*self._mask.shape, bool(self._mask.all()))  # unpadded prompts share their positions
+        # The caller's cache has a slot for each position of the caller's prompt.
         keep = not request.generation_config.return_dict_in_generate
+        no_embeds = request.model_kwargs.get("inputs_embeds") is None
+        padded = pad_to_multiple(request.prompt_mask, PROMPT_GRAIN)
+        self._prompt_graph = bool(request.cuda_graphs) and keep and no_embeds and padded.numel() <= MAX_PROMPT_TOKENS
+        super().__init__(request, decoder, PROMPT_GRAIN if self._prompt_graph else 1)
+        shape = (*self._mask.shape, bool(self._mask.all()))  # unpadded prompts share their positions
         self._graphs = step_graphs(decoder, self._schedule, request.max_steps, shape, keep=keep)
         self._kwargs = {**self._kwargs, "past_key_values": self._graphs.cache}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        logits = super().prefill(input_ids)
+        if self._prompt_graph:
+            tokens = pad_to_multiple(input_ids, PROMPT_GRAIN)
+            logits = self._graphs.prefill(tokens, self._mask, self._positions)
+        else:
+            logits = super().prefill(input_ids)
         self._graphs.start(self._step_inputs, logits)
         return logits
 

@@ -88,6 +88,7 @@ def skip_generate(
             copies, later ones reuse them.
         cuda_graphs: whether steps on the fast path are replayed as CUDA graphs (`skipdecode.fastpath.cuda_graphs`),
             which later calls of the same shape reuse; by default on CUDA, unless the attention has a sliding window.
+            True also replays short prompts (`skipdecode.fastpath.prompt_graphs`), which hasn't run on a GPU yet.
         lossless: self-speculative decoding, whose output is identical to full depth's: the schedule drafts tokens, and
             full depth verifies several in one pass and replaces those that it wouldn't have chosen. With sampling, the
             output has full depth's distribution. Prompts run every layer. With neither a schedule nor a speedup, the

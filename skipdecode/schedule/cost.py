@@ -5,6 +5,7 @@ analytical model counts both for everything that a step touches (the layers that
 that a target speedup is one of wall-clock time and not of the number of layers.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -397,6 +398,10 @@ def depth_mismatch(schedule: SkipSchedule, num_layers: int) -> str:
 
 
 def count_parameters(parameters: Iterable[torch.Tensor]) -> int:
-    """The number of elements of distinct parameters; ZeRO-3's empty shards count with their full size."""
-    distinct = {id(p): p for p in parameters}
-    return sum(int(getattr(p, "ds_numel", p.numel())) for p in distinct.values())
+    """The number of elements of distinct parameters; ZeRO-3's empty shards and 4-bit weights count in full."""
+    return sum(_full_size(p) for p in {id(p): p for p in parameters}.values())
+
+
+def _full_size(parameter: torch.Tensor) -> int:
+    four_bit = getattr(parameter, "quant_state", None)  # of bitsandbytes, which packs two weights into a value
+    return math.prod(four_bit.shape) if four_bit is not None else int(getattr(parameter, "ds_numel", parameter.numel()))

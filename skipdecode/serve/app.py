@@ -44,9 +44,16 @@ _CONTENT_SECURITY_POLICY = (
 )
 
 
-def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
-    """The application, which starts and ends the engine's thread."""
-    metrics = Metrics(lambda: engine.state)
+def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: Metrics | None = None) -> FastAPI:
+    """The application, which starts and ends the engine's thread.
+
+    Args:
+        engine: decodes the requests.
+        tokenizer: of the engine's model.
+        settings: defaults, limits and access.
+        metrics: what /metrics shows; by default those of this engine.
+    """
+    metrics = metrics or Metrics(lambda: engine.state)
     token_bytes = TokenBytes(tokenizer)
     scorer = PromptScorer(engine.model, engine.weights)
     grammars = JSONGrammars(tokenizer, engine.vocabulary, _end_tokens(engine))
@@ -94,8 +101,8 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
     @app.get("/metrics")
     @app.head("/metrics", include_in_schema=False)
-    def read_metrics() -> Response:
-        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def read_metrics() -> Response:
+        return Response(await metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
     @app.head("/v1/models", include_in_schema=False)
@@ -242,6 +249,7 @@ class Guard:
             await send(message)
 
         scope.setdefault("state", {})
+        self._metrics.open_requests += 1
         try:
             error = self._check(scope)
             if error is not None:
@@ -249,6 +257,7 @@ class Guard:
             else:
                 await self._app(scope, self._limited(receive), watch)
         finally:
+            self._metrics.open_requests -= 1
             self._log(scope, status, time.monotonic() - start)
 
     def _check(self, scope: Scope) -> APIError | None:

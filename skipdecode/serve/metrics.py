@@ -1,9 +1,10 @@
 """The server's metrics for Prometheus."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from skipdecode.engine.engine import EngineState
@@ -20,6 +21,9 @@ class Metrics:
         self.requests = Counter(
             "skipdecode_requests", "Requests that got a response", ["path", "status"], registry=self._registry
         )
+        self.open_requests = 0
+        being_answered = Gauge("skipdecode_open_requests", "Requests that are being answered", registry=self._registry)
+        being_answered.set_function(lambda: self.open_requests)
         self.first_token, self.between_tokens, self.sequence = (
             Histogram(f"skipdecode_{name}", what, buckets=_SECONDS, registry=self._registry)
             for name, what in (
@@ -29,9 +33,34 @@ class Metrics:
             )
         )
 
-    def page(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
+    async def page(self) -> bytes:
+        """What /metrics shows, in the text format of Prometheus."""
+        return self.own_page()
+
+    def own_page(self) -> bytes:
+        """The metrics of this server."""
         return generate_latest(self._registry)
+
+
+def merged_page(pages: Mapping[str, bytes]) -> bytes:
+    """One page of the pages of several replicas, by their names, which become the label `replica`."""
+    merged: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page.decode()):
+            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                into.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Merged(merged.values()))
+    return generate_latest(registry)
+
+
+class _Merged(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 class _EngineCollector(Collector):

@@ -202,7 +202,9 @@ class RunningRequest:
             raise APIError(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
         except EngineClosed as error:
             self.cancel()
-            raise APIError(503, str(error), "shutting_down") from error
+            # Closing the connection makes a client that retries reach another server behind a load balancer.
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise APIError(503, str(error), "shutting_down", headers=headers) from error
         except ConfigError as error:
             self.cancel()
             message = str(error).replace("max_new_tokens", self.body.length_field)

@@ -1,11 +1,17 @@
 """The settings of a server: defaults of requests, limits, and access."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from skipdecode.errors import ConfigError, check_counts
+from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over
+
+API_KEY = "SKIPDECODE_API_KEY"  # environment variable with the key
 
 
 @dataclass(frozen=True)
@@ -61,3 +67,49 @@ class ServeSettings:
                     f"--allow-origin is {origin!r}: it must be * or an origin as browsers send it, in lower case and "
                     "without a path, such as https://example.org or http://localhost:3000"
                 )
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of `skipdecode serve` by their names, but for the address; its help says what each one means.
+
+    An application for Ray Serve takes them as arguments.
+    """
+
+    checkpoint: str
+    gguf_file: str | None = None
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    weights: Weights | None = None
+    speedup: float = 1.0
+    over: Over | None = None
+    strict: bool = False
+    name: str | None = None
+    api_key: str | None = None
+    allow_origin: tuple[str, ...] = ()
+    rows: int = 32
+    queue: int = 256
+    cache_gb: float | None = None
+    wave_rows: int = 1
+    wave_seconds: float = 0.05
+    max_new_tokens: int = 64
+    most_new_tokens: int = 1024
+    timeout: float = 300.0
+    drain: float = 30.0
+    replicas: int | None = None
+    threads: int | None = None
+
+    def settings(self) -> ServeSettings:
+        """The settings of the web application. Raises ConfigError for values out of range."""
+        return ServeSettings(
+            name=self.name or Path(os.path.abspath(self.checkpoint)).name,  # also for "."
+            speedup=self.speedup,
+            over=self.over,
+            strict=self.strict,
+            new_tokens=min(self.max_new_tokens, self.most_new_tokens),
+            max_new_tokens=self.most_new_tokens,
+            timeout=self.timeout,
+            drain=self.drain,
+            api_key=self.api_key if self.api_key is not None else os.environ.get(API_KEY),
+            allow_origins=tuple(self.allow_origin),
+        )

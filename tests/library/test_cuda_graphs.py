@@ -5,6 +5,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,25 @@ def test_steps_on_static_buffers_equal_other_steps_in_call_after_call(name: str,
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
     assert fast_path(model).decoder().kept_graphs
+
+
+def test_short_prompts_of_token_ids_run_by_a_graph_where_the_caller_asked_for_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Mock(wraps=graphs.StepGraphs.prefill)
+    monkeypatch.setattr(graphs.StepGraphs, "prefill", lambda *args: run(*args))
+    model: Any = fresh("opt")
+    embeds = model.get_input_embeddings()(torch.ones(2, 8, dtype=torch.long))
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "max_new_tokens": 3, "do_sample": False}
+    for uses_graph, call in (
+        (True, lambda: generate(model, [5, 3], SCHEDULES[0], cuda_graphs=True, max_new_tokens=3)),
+        (False, lambda: generate(model, [5, 3], SCHEDULES[0], max_new_tokens=3)),
+        (False, lambda: generate(model, [5] * 33, SCHEDULES[0], cuda_graphs=True, max_new_tokens=3)),
+        (False, lambda: model.generate(inputs_embeds=embeds, cuda_graphs=True, eos_token_id=None, **request)),
+    ):
+        run.reset_mock()
+        call()
+        assert run.called == uses_graph
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
@@ -215,6 +235,8 @@ def test_graphs_on_cuda_equal_the_models_own_steps(name: str) -> None:
             stock = generate(model, lengths, SCHEDULES[0], cache_implementation="dynamic")
             assert torch.equal(generate(model, lengths, SCHEDULES[0]), stock)
             assert torch.equal(generate(model, lengths, SCHEDULES[0], cuda_graphs=False), stock)
+            if name not in WINDOWED:
+                assert torch.equal(generate(model, lengths, SCHEDULES[0], cuda_graphs=True), stock)
         if name not in WINDOWED:
             check_ends(model)
     finally:

@@ -1,15 +1,18 @@
-"""Layers as Triton kernels compute what torch's operations do."""
+"""Layers as Triton kernels compute what torch does, on a GPU or in Triton's interpreter (make test-kernels)."""
 
 import copy
 import importlib.util
 import os
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
+from skipdecode import SkipSchedule
+from skipdecode.fastpath import gpu_layer
 from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers, triton_kernels
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
@@ -18,9 +21,9 @@ from skipdecode.kernels.linear import sizes
 # All but families with sliding windows, and with norms of queries and keys.
 SUPPORTED = sorted({*MODELS} - {"mistral", "qwen3"})
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
-# Without a GPU, with TRITON_INTERPRET=1 in the environment, which must be there when torch is imported.
+# The interpreter runs with TRITON_INTERPRET=1 in the environment, which must be there when torch is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton that interprets"))
+HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter: make test-kernels"))
 
 
 def halves(name: str, device: str) -> tuple[FastDecoder, FastDecoder]:
@@ -36,11 +39,12 @@ def halves(name: str, device: str) -> tuple[FastDecoder, FastDecoder]:
 def test_a_layer_of_triton_kernels_equals_one_of_torchs_operations(name: str, rows: int, device: str) -> None:
     kernels = triton_kernels()
     half, whole = halves(name, device)
+    tested_layers, tested_steps = ((0, 1), 3) if device == "cuda" else ((1,), 2)  # the interpreter is slow
     steps, prompt = 7, 21
     mask = torch.ones(rows, prompt, dtype=torch.long, device=device)
     mask[0, :4] = 0  # a padded row
     torch.manual_seed(rows)
-    for layer in (0, 1):
+    for layer in tested_layers:
         reference, tested = whole.layers[layer], half.layers[layer]
         slot = torch.tensor([prompt], device=device)
         fused = GpuLayer(tested, kernels, kernels.arrivals(torch.device(device)), slot)
@@ -49,16 +53,16 @@ def test_a_layer_of_triton_kernels_equals_one_of_torchs_operations(name: str, ro
         caches[0].update(keys.float(), values.float())
         caches[1].update(keys, values)
         inputs = [decoder.step_inputs(mask, steps) for decoder in (whole, half)]
-        for step in range(3):
+        for step in range(tested_steps):
             hidden = torch.randn(rows, sizes(tested.sources["qkv"][0])[0], device=device).half()
             expected = reference(hidden.float(), caches[0], inputs[0](step))
             found = fused(hidden, caches[1], inputs[1](step))
             slot.add_(1)
-            scale = float(expected.abs().max())
+            scale = float(expected.detach().abs().max())
             torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
         for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
-            written = ours[:, :, : prompt + 3].float()
-            torch.testing.assert_close(written, theirs[:, :, : prompt + 3], atol=6e-3, rtol=6e-3)
+            written = ours[:, :, : prompt + tested_steps].float()
+            torch.testing.assert_close(written, theirs[:, :, : prompt + tested_steps], atol=6e-3, rtol=6e-3)
 
 
 @pytest.mark.parametrize("device", [HERE, GPU])
@@ -77,8 +81,9 @@ def test_projections_of_several_rows_equal_torchs_however_programs_share_them(
     inputs: int, outs: list[int], kind: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels: Any = triton_kernels()
-    if device == "cpu":  # as on a Hopper GPU
-        monkeypatch.setattr(kernels, "_processors", lambda device: 132)
+    if device == "cpu":  # as on a Hopper GPU, or on a part of one, where the interpreter would take a minute
+        processors, outs = (8, [896]) if outs == [6400] else (132, outs)
+        monkeypatch.setattr(kernels, "_processors", lambda device: processors)
         monkeypatch.setattr(kernels, "_shared_memory", lambda device, of: 232448)
     gated = kind == "gated"
     outs = [outs[0]] * 2 if gated else outs
@@ -106,17 +111,38 @@ def test_projections_of_several_rows_equal_torchs_however_programs_share_them(
 def test_steps_of_triton_kernels_choose_the_tokens_of_torchs_operations(name: str, lengths: list[int]) -> None:
     model: Any = fresh(name).to("cuda", torch.float16)
     for schedule in SCHEDULES:
-        scores = [
-            generate(model, lengths, schedule, cuda_graphs=graphs, output_logits=True, return_dict_in_generate=True)
-            for graphs in (None, False)
-        ]
-        # Nearly equal logits may be ordered either way, and sequences differ from there.
-        same = scores[0].sequences == scores[1].sequences
-        for step, (ours, theirs) in enumerate(zip(scores[0].logits, scores[1].logits, strict=True)):
-            alike = same[:, : same.shape[1] - len(scores[0].logits) + step].all(dim=1)
-            difference = (ours - theirs)[alike].abs().max() if bool(alike.any()) else 0
-            assert difference <= 0.05 * float(theirs.abs().max()), step
-        assert same[:, : -len(scores[0].logits) + 1].all()
+        check_tokens(*(scored(model, lengths, schedule, cuda_graphs=graphs) for graphs in (None, False)))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("lengths", [[4], [2, 5]], ids=["a row", "padded rows"])
+@pytest.mark.skipif(not INTERPRETED, reason="no interpreter: make test-kernels")
+def test_interpreted_steps_choose_the_tokens_of_torchs_operations(
+    name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: Any = triton_kernels()
+    attend = Mock(wraps=kernels.attend)
+    monkeypatch.setattr(kernels, "attend", attend)
+    model: Any = fresh(name).half()
+    schedule = SkipSchedule(len(FastDecoder(model).layers), 3, 2, horizon=2)
+    expected = scored(model, lengths, schedule, cuda_graphs=False, max_new_tokens=4)
+    monkeypatch.setattr(gpu_layer, "_kernels_on", lambda device: kernels)
+    check_tokens(scored(model, lengths, schedule, cuda_graphs=True, max_new_tokens=4), expected)
+    assert attend.call_count == sum(schedule.budget(step) for step in range(3))
+
+
+def scored(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: Any) -> Any:
+    return generate(model, lengths, schedule, output_logits=True, return_dict_in_generate=True, **changes)
+
+
+def check_tokens(ours: Any, theirs: Any) -> None:
+    """Nearly equal logits may be ordered either way, and sequences differ from there; all others must be equal."""
+    same = ours.sequences == theirs.sequences
+    for step, (logits, expected) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        alike = same[:, : same.shape[1] - len(ours.logits) + step].all(dim=1)
+        difference = (logits - expected)[alike].abs().max() if bool(alike.any()) else 0
+        assert difference <= 0.05 * float(expected.abs().max()), step
+    assert same[:, : -len(ours.logits) + 1].all()
 
 
 def test_float32_and_unsupported_layers_have_no_gpu_kernels() -> None:

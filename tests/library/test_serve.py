@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ from starlette.testclient import TestClient
 import skipdecode
 from skipdecode import ConfigError, Engine, SkipSchedule
 from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig
+from skipdecode.cli.options import command_parser
+from skipdecode.engine.engine import EngineState
 from skipdecode.serve.app import make_app
+from skipdecode.serve.metrics import Metrics, merged_page
 from skipdecode.serve.responses import server_sent_event
-from skipdecode.serve.settings import ServeSettings
+from skipdecode.serve.settings import ServerOptions, ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key of the tests"
@@ -446,15 +450,17 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert after["skipdecode_cache_columns"] == after["skipdecode_cache_columns_free"]
 
 
-def test_after_sigterm_streams_end_normally_and_no_connection_is_accepted(server: Server) -> None:
-    stream = server.client.completions.create(
-        model="tiny", prompt=PROMPTS[0], max_tokens=60, stream=True, logit_bias={"2": -100}
-    )
+def test_after_sigterm_running_requests_end_normally_and_new_ones_get_503(server: Server) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 110, "logit_bias": {"2": -100}}
+    stream = server.client.completions.create(**body, stream=True)
     next(iter(stream))
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.address}/health")
+    while httpx.get(f"{server.address}/health").status_code == 200:
+        time.sleep(0.01)
+    assert httpx.get(f"{server.address}/health").status_code == 503
+    with pytest.raises(openai.InternalServerError, match="accepts no more requests") as refused:
+        server.client.completions.create(**body)
+    assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (503, "1")
     parts = list(stream)
     assert parts[-1].choices[0].finish_reason == "length"
     assert server.process.wait(10) == 0
@@ -479,12 +485,44 @@ def test_requests_that_take_longer_than_the_drain_time_get_an_error(server: Serv
         assert "Traceback" not in ending.process.stderr.read()
 
 
-def test_serving_without_the_extra_packages_names_what_is_missing(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "tiny", 6)
+@pytest.mark.parametrize(
+    ("options", "missing", "said"),
+    [
+        ([], "fastapi", "serving needs fastapi, which isn't installed: pip install 'skipdecode[serve]'"),
+        (["--replicas", "2"], "ray", "--replicas needs ray, which isn't installed: pip install 'skipdecode[ray]'"),
+    ],
+)
+def test_serving_without_the_extra_packages_names_what_is_missing(options: list[str], missing: str, said: str) -> None:
     code = (
-        "import sys\nsys.modules['fastapi'] = None\nfrom skipdecode.cli.options import main\n"
-        f"sys.exit(main(['serve', {str(folder)!r}]))"
+        f"import sys\nsys.modules[{missing!r}] = None\nfrom skipdecode.cli.options import main\n"
+        f"sys.exit(main(['serve', 'any', *{options}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: serving needs fastapi, which isn't installed: pip install 'skipdecode[serve]'\n"
+    assert done.stderr == f"error: {said}\n"
+
+
+def test_options_of_the_server_are_those_of_the_command_with_their_defaults() -> None:
+    parsed = vars(command_parser("serve").parse_args(["a-checkpoint"]))
+    options = asdict(ServerOptions("a-checkpoint"))
+    options["allow_origin"] = list(options["allow_origin"])
+    assert options == {name: parsed[name] for name in options}
+    assert parsed.keys() - options.keys() == {"host", "port", "run"}
+
+
+def test_the_metrics_of_replicas_become_one_page_with_a_label() -> None:
+    def served(paths: list[str]) -> bytes:
+        metrics = Metrics(lambda: EngineState(**dict.fromkeys(EngineState.__dataclass_fields__, 3)))
+        for path in paths:
+            metrics.requests.labels(path, "200").inc()
+        return metrics.own_page()
+
+    lines = merged_page({"one": served(["/", "/", "/health"]), "two": served(["/"])}).decode().splitlines()
+    assert {line for line in lines if re.match("skipdecode_(requests|tokens)_total", line)} == {
+        'skipdecode_requests_total{path="/",replica="one",status="200"} 2.0',
+        'skipdecode_requests_total{path="/health",replica="one",status="200"} 1.0',
+        'skipdecode_requests_total{path="/",replica="two",status="200"} 1.0',
+        'skipdecode_tokens_total{replica="one"} 3.0',
+        'skipdecode_tokens_total{replica="two"} 3.0',
+    }
+    assert lines.count("# TYPE skipdecode_requests_total counter") == 1

@@ -25,6 +25,8 @@ FAST = {"optim.distillation": 1.0, "schedule.speedups": [2, 3]}
 # A key, a value that isn't its default, the other key that makes it ineffective, and the values that do so.
 CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("model.gguf_file", "model.gguf", "model.name_or_path", {}),
+    ("model.quantize", "nf4", "model.name_or_path", {"lora.r": 4}),
+    ("model.quantize", "nf4", "lora.r", PRETRAINED),
     ("model.keep", "top", "model.layers", {}),
     ("model.order", [0, 1], "model.keep", {"model.layers": 2, "model.keep": "top"}),
     ("model.vocab_size", 300, "model.name_or_path", PRETRAINED),

@@ -24,6 +24,7 @@ def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
     named = {"e2e-opt-125m-scratch", "e2e-tiny", "webnlg-tiny", "viggo-tiny", "quickstart", "text"}
     for task in ("e2e", "webnlg", "viggo", "tldr", "cnndm"):
         named |= {f"{task}-opt-{size}{kind}" for size in ("1.3b", "6.7b") for kind in ("", "-lora")}
+        named.add(f"{task}-opt-6.7b-qlora")
     named |= {f"{task}-smollm2-135m" for task in ("e2e", "tldr", "cnndm")}
     assert named == set(recipe_names())
 
@@ -53,7 +54,8 @@ def test_every_recipes_model_can_reach_its_targets(name: str) -> None:
 def test_settings_of_each_recipe_are_consistent(name: str) -> None:
     recipe = load_recipe(name, FOLDERS.get(name))
     assert recipe.deepspeed.config in (None, "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
-    assert (recipe.lora.r is not None) == name.endswith("-lora")
+    assert (recipe.lora.r is not None) == name.endswith(("-lora", "-qlora"))
+    assert (recipe.model.quantize is not None) == name.endswith("-qlora")
     task = build_task(recipe)
     longest = (recipe.data.max_prompt_tokens or task.max_prompt_tokens) + task.max_new_tokens
     assert longest <= model_config(recipe).max_position_embeddings
@@ -162,7 +164,8 @@ def test_recipes_train_and_evaluate_with_a_small_model(
     for name in runs:
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2]
-        assert (tmp_path / name / "model.safetensors").exists()
+        weights = "adapter_model" if name.endswith("-qlora") else "model"
+        assert (tmp_path / name / f"{weights}.safetensors").exists()
         assert (tmp_path / name / "adapter").exists() == name.endswith("-lora")
     for name in evaluated.values():
         rows = json.loads((tmp_path / name / "eval" / "report.json").read_text())["rows"]

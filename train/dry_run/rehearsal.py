@@ -182,6 +182,7 @@ def print_dry_run(found: DryRun, name: str) -> None:
     estimate, measured, (low, high) = found.estimate, found.measured_peak, found.seconds
     lines = [
         ("parameters", f"{found.simulated.parameters:,}, of which {found.simulated.trainable:,} are trained"),
+        *([("  in 4 bits", f"{found.simulated.four_bit:,}")] if found.simulated.four_bit else []),
         ("rows", f"{found.rows:,}"),
         ("effective batch size", f"{found.rows_a_step} rows"),
         ("steps", f"{found.steps:,}"),

@@ -18,6 +18,7 @@ from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
 from skipdecode.training.batch_layout import lay_out
 from train.build import as_it_trains
+from train.dry_run.four_bit_linear import FourBitLinear, store_in_four_bits
 from train.objective import Objective
 from train.recipe import Recipe
 from train.trainer import step_losses
@@ -32,6 +33,7 @@ class SimulatedStep:
     Attributes:
         parameters: number of the model's parameters.
         trainable: number of parameters with a gradient.
+        four_bit: number of parameters that are stored in 4 bits.
         weights: bytes of all weights, unsharded.
         gradients: bytes of all gradients, unsharded.
         peaks: for each number of bytes of gradients, the peak bytes of everything else (activations, temporary tensors)
@@ -44,6 +46,7 @@ class SimulatedStep:
     weights: int
     gradients: int
     peaks: Mapping[int, int]
+    four_bit: int = 0
 
     def peak(self, gradient_share: float = 1.0) -> int:
         """Peak bytes of activations and gradients together, in a process that keeps a share of each gradient."""
@@ -79,7 +82,11 @@ def simulate_step(
         return torch.autocast("cpu", precision) if precision is not None else nullcontext()
 
     with torch.device("meta"):
-        model = as_it_trains(AutoModelForCausalLM.from_config(config, dtype=dtype), recipe)
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base.name_or_path = recipe.model.name_or_path or ""  # needed for adapters that aren't merged
+        if recipe.model.quantize is not None:
+            store_in_four_bits(base)
+        model = as_it_trains(base, recipe)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         model.to_empty(device="cpu")  # so that CPU kernels run
         unwrap(model).tie_weights()
@@ -92,12 +99,15 @@ def simulate_step(
         batch = lay_out([[0] * prompt_columns] * rows, [[0] * new_tokens] * rows, pad_token=0)
         for loss in step_losses(model, batch, schedules, Objective.of(recipe.optim), autocast=autocast):
             loss.backward()
+    packed = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+    four_bit = sum(module.in_features * module.out_features for module in packed)
     return SimulatedStep(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(p.numel() for p in parameters) - sum(module.weight.numel() for module in packed) + four_bit,
         trainable=sum(p.numel() for p in trainable),
         weights=sum(p.nbytes for p in parameters),
         gradients=sum(p.nbytes for p in trainable),
         peaks=live.peaks,
+        four_bit=four_bit,
     )
 
 
