@@ -61,8 +61,8 @@ class Conversation:
         if not text.startswith(prompt):
             raise ConfigError(
                 f"{self.where}: the chat template changes the messages before this answer, or adds text to the prompt "
-                f"which the answer's own rendering lacks: the prompt ends in {prompt[-40:]!r}, and with the answer the "
-                f"text ends in {text[-40:]!r}; use a template whose prompt is the start of the conversation with the "
+                f"which the answer's own rendering lacks: the prompt ends in {prompt[-40:]!r}, and the "
+                f"conversation in {text[-40:]!r}; use a template whose prompt is the start of the conversation with the "
                 "answer"
             )
         rest = text[len(prompt) :]
