@@ -19,7 +19,7 @@ def render_chat(
         tokenizer: a tokenizer with a chat template.
         messages: the messages, each with a role and its content as text.
         tools: JSON schemas of functions that the model may call; None: no tools.
-        generation_prompt: whether the text ends with the start of the next answer.
+        generation_prompt: whether the start of the next answer is added.
 
     Raises:
         ConfigError: where the template refuses the messages.
