@@ -1,4 +1,4 @@
-"""Tokenised prompts and completions, and batches of them in which every layer runs on a prefix of the positions."""
+"""Tokenised prompts and completions."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from data.conversation import Conversation
 from data.task import Example
 from skipdecode.errors import ConfigError
-from skipdecode.training.batch_layout import lay_out
 
 ROW_COLUMNS = ("prompt_ids", "completion_ids", "length", "prompt_cut", "completion_cut")
 
@@ -140,13 +139,3 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase, name: str) -> lis
             "would stop there; remove it from the text"
         )
     return [*ids, end]
-
-
-class BatchCollator:
-    """Collates rows of `prompt_ids` and `completion_ids`; prompts are padded on the left, completions on the right."""
-
-    def __init__(self, pad_token: int) -> None:
-        self.pad_token = pad_token
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return lay_out([r["prompt_ids"] for r in rows], [r["completion_ids"] for r in rows], self.pad_token)
