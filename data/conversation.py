@@ -61,9 +61,9 @@ class Conversation:
         if not text.startswith(prompt):
             raise ConfigError(
                 f"{self.where}: the chat template changes the messages before this answer, or adds text to the prompt "
-                f"which the answer's own rendering lacks: the prompt ends in {prompt[-40:]!r}, and the "
-                f"conversation in {text[-40:]!r}; use a template whose prompt is the start of the conversation with the "
-                "answer"
+                f"which the answer's own rendering lacks: the end of the prompt is {prompt[-40:]!r}, and with the "
+                f"answer the rendering ends in {text[-40:]!r}; use a template whose prompt is the start of the "
+                "conversation with the answer"
             )
         rest = text[len(prompt) :]
         content = str(self.messages[-1]["content"])

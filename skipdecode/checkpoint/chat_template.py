@@ -21,7 +21,7 @@ def render_chat(
         messages: the messages, each with a role and its content as text.
         tools: JSON schemas of functions that the model may call; None: no tools.
         chat_template: the template, where the tokenizer has several; None: its default one.
-        generation_prompt: whether it ends with the start of the next answer.
+        generation_prompt: whether the start of the next answer is added.
 
     Raises:
         ConfigError: where the template refuses the messages.
