@@ -14,12 +14,14 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from data import Task
+from data.chat import Chat
 from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import exit_head
+from skipdecode.generate.stopping import end_tokens
 from skipdecode.schedule.cost import count_parameters
 from skipdecode.schedule.lengths import Lengths
 from skipdecode.schedule.machine_profile import Profile
@@ -111,11 +113,12 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     with whole_weights(arguments):
         left_out = settle_generation(recipe, model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     validation = None
     with arguments.main_process_first(desc="tokenising"):  # the other processes then find the rows in the cache
-        encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
+        encoded = _encode(recipe, task, tokenizer, ends, "train", recipe.data.limit)
         if validate_rows:
-            rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
+            rows = _encode(recipe, task, tokenizer, ends, "validation", validate_rows).rows
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
     if validation is not None:
@@ -131,7 +134,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     )
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # A user's own data may be private, and the checkpoint may be published.
-    if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name != OwnText.name:
+    if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name not in (OwnText.name, Chat.name):
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
@@ -341,7 +344,14 @@ def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
         )
 
 
-def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:
+def _encode(
+    recipe: Recipe,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    split: Split,
+    limit: int | None,
+) -> Encoded:
     section = recipe.data
     return encode_task(
         task,
@@ -349,6 +359,7 @@ def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, spli
         split,
         max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
         max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
+        end_tokens=ends,
         limit=limit,
         num_proc=section.num_proc,
         cache_dir=section.cache_dir,

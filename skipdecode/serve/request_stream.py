@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skipdecode.checkpoint.chat_template import chat_ids, render_chat
 from skipdecode.engine.engine import Engine, EngineClosed, EngineFull
 from skipdecode.engine.sequence import Answer, GeneratedToken
 from skipdecode.errors import ConfigError
@@ -218,10 +219,9 @@ class RunningRequest:
             raise APIError(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
         _check_unicode("messages", text)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # chat templates are programs: they can raise anything
-            raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages))
+        except ConfigError as error:
+            raise APIError(400, str(error), param="messages") from error
 
     def _submit(self, prompts: Sequence[list[int]]) -> None:
         body, settings = self.body, self._settings
