@@ -11,6 +11,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
     generation_prompt: bool = True,
 ) -> str:
     """The text of a conversation.
@@ -19,6 +20,7 @@ def render_chat(
         tokenizer: a tokenizer with a chat template.
         messages: the messages, each with a role and its content as text.
         tools: JSON schemas of functions that the model may call; None: no tools.
+        chat_template: the template, where the tokenizer has several; None: its default one.
         generation_prompt: whether the text ends with the start of the next answer.
 
     Raises:
@@ -27,7 +29,11 @@ def render_chat(
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                list(messages),
+                tools=tools,
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
         )
     except Exception as error:  # chat templates are programs: they can raise anything

@@ -1,13 +1,13 @@
 """The web application: its endpoints, error responses, and access control."""
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -26,7 +26,9 @@ from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.schedule.plan import PLANNED_HEADER, SpeedPlan, show_planned
 from skipdecode.schedule.schedule import Over
 from skipdecode.serve.field_errors import field_error, show_value
+from skipdecode.serve.json_output import JSONGrammars
 from skipdecode.serve.metrics import Metrics
+from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest, error_body
 from skipdecode.serve.request_stream import RunningRequest, Waker
 from skipdecode.serve.responses import full_response, stream_events
@@ -53,12 +55,14 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: M
     """
     metrics = metrics or Metrics(lambda: engine.state)
     token_bytes = TokenBytes(tokenizer)
+    scorer = PromptScorer(engine.model, engine.weights)
+    grammars = JSONGrammars(tokenizer, engine.vocabulary, _end_tokens(engine))
     started = int(time.time())
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.waker = Waker()
-        with engine:
+        with engine, contextlib.closing(scorer):
             yield
 
     app = FastAPI(title="skipdecode", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -113,7 +117,7 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: M
 
     async def respond(body: BaseRequest, request: Request) -> Response:
         check_model(body.model)
-        running = RunningRequest(engine, tokenizer, settings, metrics, app.state.waker, body)
+        running = RunningRequest(engine, tokenizer, settings, metrics, app.state.waker, scorer, grammars, body)
         request.state.running = running  # for the log
         await running.start()
         headers = {} if running.planned is None else {PLANNED_HEADER: f"{running.planned:.2f}"}
@@ -143,6 +147,11 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: M
     return app
 
 
+def _end_tokens(engine: Engine) -> list[int]:
+    found = engine.model.generation_config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -170,6 +179,7 @@ def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
         "tokens": settings.new_tokens,
         "maxTokens": settings.max_new_tokens,
         "key": settings.api_key is not None,
+        "chat": tokenizer.chat_template is not None,
     }
     text = files("skipdecode.serve").joinpath("page.html").read_text(encoding="utf-8")
     return text.replace("{{known}}", json.dumps(known).replace("<", "\\u003c"))

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -52,6 +52,36 @@ class StreamOptions(JSONObject):
     continuous_usage_stats: Literal[False] = False  # vLLM's
 
 
+class JSONSchema(JSONObject):
+    """The schema of an answer; without one, the answer is any JSON object. It is enforced whatever `strict` says."""
+
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
+    name: str
+    description: str = ""
+    strict: StrictBool = True
+    fields: dict[str, Any] = Field({"type": "object"}, alias="schema")
+
+
+class ResponseFormat(JSONObject):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ConfigError(f"its type is {self.type}: json_schema belongs to the type json_schema, which needs it")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema of the answer's JSON; None for text."""
+        if self.type == "text":
+            return None
+        return self.json_schema.fields if self.json_schema is not None else {"type": "object"}
+
+
 class BaseRequest(JSONObject):
     """What both kinds of requests have in common. Decoding is greedy unless `temperature` or `top_p` is given, and if
     the temperature is below 1e-5.
@@ -67,9 +97,12 @@ class BaseRequest(JSONObject):
     top_p: StrictFloat | None = Field(None, ge=0, le=1)
     top_k: Integer | None = Field(None, ge=-1)  # 0, and -1 as in vLLM: all tokens
     repetition_penalty: StrictFloat | None = Field(None, ge=1e-5, le=10)
+    presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[str] = []
+    response_format: ResponseFormat = ResponseFormat(type="text")
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     # Not in OpenAI's API; sent by `extra_body` of its client.
@@ -172,11 +205,19 @@ class CompletionRequest(BaseRequest):
     """The body of POST /v1/completions."""
 
     endpoint = "/v1/completions"
-    neutral = {**NEUTRAL, "add_special_tokens": (True,)}
+    neutral = {
+        **NEUTRAL,
+        "add_special_tokens": (True,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+    }
 
     prompt: list[str | list[int]]  # one or several, each a string or token ids
+    max_tokens: Integer | None = Field(None, ge=0)
     logprobs: Integer | None = Field(None, ge=0, le=20)
     best_of: Integer | None = None
+    echo: StrictBool = False  # whether the prompt stands before its output, with log probabilities of its own
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -201,8 +242,13 @@ class CompletionRequest(BaseRequest):
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, 1, self.n):
-            raise ConfigError(f"best_of is {self.best_of}: this server doesn't support it; leave it out")
+        if self.best_of not in (None, self.n):
+            raise ConfigError(
+                f"best_of is {self.best_of} and n is {self.n}: every sequence that is decoded is returned, so they "
+                "must be equal; leave best_of out"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise ConfigError("max_tokens is 0: it must be greater than or equal to 1, unless echo is true")
 
     @property
     def logprobs_count(self) -> int | None:
@@ -303,6 +349,23 @@ class Message(JSONObject):
         return message
 
 
+class ToolFunction(JSONObject):
+    """What a model is told of a function that it may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class Tool(JSONObject):
+    """A tool; of OpenAI's types of tools only functions are supported."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatRequest(BaseRequest):
     """The body of POST /v1/chat/completions."""
 
@@ -313,15 +376,27 @@ class ChatRequest(BaseRequest):
     max_completion_tokens: Integer | None = Field(None, ge=1)
     logprobs: StrictBool = False
     top_logprobs: Integer | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: StrictBool = True
 
     def check(self) -> None:
         super().check()
+        if self.callable_tools and self.response_format.type != "text":
+            raise ConfigError(
+                f"response_format is {self.response_format.type} beside tools: calls would not be possible"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ConfigError(f"top_logprobs is {self.top_logprobs} without logprobs: true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, and max_completion_tokens is {self.max_completion_tokens}: give one"
             )
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, for a chat template."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def new_tokens(self) -> int | None:
@@ -393,13 +468,23 @@ class Envelope:
         }
 
     def choice(
-        self, index: int, text: str, end: str | None, logprobs: Any, *, chunk: bool = False, first: bool = False
+        self,
+        index: int,
+        text: str,
+        end: str | None,
+        logprobs: Any,
+        *,
+        calls: Sequence[Mapping[str, Any]] = (),
+        chunk: bool = False,
+        first: bool = False,
     ) -> dict[str, Any]:
         """One choice of a response, or what it gained in a chunk of a stream."""
         choice: dict[str, Any] = {"index": index, "finish_reason": end, "logprobs": logprobs}
         if not self.chat:
             return {**choice, "text": text}
-        message: dict[str, Any] = {"content": text}
+        message: dict[str, Any] = {"content": None if calls and not text else text}
+        if calls:
+            message["tool_calls"] = list(calls)
         if first or not chunk:
             message["role"] = "assistant"
         return {**choice, "delta" if chunk else "message": message}

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import LogitsProcessorList
+
 from skipdecode.checkpoint.chat_template import chat_ids, render_chat
 from skipdecode.engine.engine import Engine, EngineClosed, EngineFull
 from skipdecode.engine.sequence import Answer, GeneratedToken
@@ -18,9 +20,13 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import longest_sequence
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.serve.detokenizer import Detokenizer
+from skipdecode.serve.json_output import JSONGrammars, JSONMask
 from skipdecode.serve.metrics import Metrics
+from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
+from skipdecode.serve.token_penalties import TokenPenalties
+from skipdecode.serve.tool_calls import ToolCallParser, tool_template
 
 
 @dataclass
@@ -33,8 +39,10 @@ class Choice:
         end: why the sequence ended, in OpenAI's terms; None while it decodes.
         layers: layers run so far, without the first token, which comes from the prefill.
         last: when the last token came, by `time.monotonic`.
-        logprobs: the tokens with their log probabilities, if the request wants them.
+        echo: the prompt, if the text begins with it.
+        logprobs: the tokens with their log probabilities, if the request wants them; those of an echo come first.
         offsets: for each of these tokens, the number of characters before it.
+        parser: separates tool calls from the text, if the request has tools.
     """
 
     index: int
@@ -44,8 +52,15 @@ class Choice:
     end: str | None = None
     layers: int = 0
     last: float | None = None
+    echo: str = ""
     logprobs: list[GeneratedToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    parser: ToolCallParser | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self.echo + (self.parser.content if self.parser is not None else self.detokenizer.text)
 
 
 @dataclass(frozen=True)
@@ -56,8 +71,9 @@ class Chunk:
         text: new text; may be empty.
         generated: the token, or the last of several.
         layers: layers that this token ran.
-        place: index of this token in its sequence.
+        place: index of this token in the sequence's `logprobs`.
         end: why the sequence ended with it, in OpenAI's terms; None if it continues.
+        calls: new tool calls, in OpenAI's form.
     """
 
     choice: Choice
@@ -66,6 +82,7 @@ class Chunk:
     layers: int
     place: int
     end: str | None
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class Waker:
@@ -142,9 +159,13 @@ class RunningRequest:
         settings: ServeSettings,
         metrics: Metrics,
         waker: Waker,
+        scorer: PromptScorer,
+        grammars: JSONGrammars,
         body: BaseRequest,
     ) -> None:
         self._engine, self._tokenizer, self._settings, self._metrics = engine, tokenizer, settings, metrics
+        self._scorer, self._grammars = scorer, grammars
+        self._matcher: Any = None  # of the text that the sequences must have
         self.body = body
         self.speedup = settings.speedup if body.speedup is None else body.speedup
         self.choices: list[Choice] = []
@@ -168,10 +189,15 @@ class RunningRequest:
                     f"{maximum}"
                 )
             self.prompt_tokens = sum(map(len, prompts))
+            schema = self.body.response_format.schema_of_answer
+            if schema is not None:  # in another thread, as a large schema takes a while
+                self._matcher = await asyncio.to_thread(self._grammars.matcher, schema)
             if count > 1:  # in another thread, so that other requests' tokens are sent in the meantime
                 await asyncio.to_thread(self._submit, prompts)
             else:
                 self._submit(prompts)
+            if isinstance(self.body, CompletionRequest) and self.body.echo:
+                await self._echo(self.body, prompts)
         except EngineFull as error:
             self.cancel()
             raise APIError(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
@@ -218,14 +244,18 @@ class RunningRequest:
         except (RecursionError, ValueError) as error:  # pydantic raises ValueError
             raise APIError(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
         _check_unicode("messages", text)
+        how: dict[str, Any] = {}
+        if tools := body.callable_tools:
+            how = {"tools": tools, "chat_template": tool_template(self._tokenizer, tools)}
+            _check_unicode("tools", json.dumps(tools, ensure_ascii=False))
         try:
-            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages))
+            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages, **how))
         except ConfigError as error:
             raise APIError(400, str(error), param="messages") from error
 
     def _submit(self, prompts: Sequence[list[int]]) -> None:
         body, settings = self.body, self._settings
-        new_tokens = body.new_tokens or settings.new_tokens
+        new_tokens = settings.new_tokens if body.new_tokens is None else max(1, body.new_tokens)
         if new_tokens > settings.max_new_tokens:
             raise ConfigError(
                 f"{body.length_field} is {new_tokens}: the maximum on this server is {settings.max_new_tokens}"
@@ -256,9 +286,39 @@ class RunningRequest:
                     listener=functools.partial(self._queue.put, index),
                     lossless=body.lossless,
                     max_new_tokens=new_tokens,
+                    **self._processors(len(prompt)),
                     **sampling,
                 )
-                self.choices.append(Choice(index, answer, Detokenizer(self._tokenizer, body.stop)))
+                choice = Choice(index, answer, Detokenizer(self._tokenizer, body.stop))
+                if isinstance(body, ChatRequest) and body.callable_tools:
+                    choice.parser = ToolCallParser(single=not body.parallel_tool_calls)
+                self.choices.append(choice)
+
+    async def _echo(self, body: CompletionRequest, prompts: Sequence[list[int]]) -> None:
+        """Begin the text of each sequence with its prompt."""
+        for n, prompt in enumerate(prompts):
+            decoded, offsets = Detokenizer(self._tokenizer, ()), []
+            for place, token in enumerate(prompt, 1):
+                offsets.append(decoded.decoded_length)
+                decoded.add([token], last=place == len(prompt))
+            given = body.prompt[n]
+            scored: list[GeneratedToken] = []
+            choices = self.choices[n * body.n : (n + 1) * body.n]
+            if body.logprobs is not None:
+                scored = await self._scorer(prompt, choices[0].answer.schedule, body.logprobs)
+            for choice in choices:
+                choice.echo = given if isinstance(given, str) else decoded.text
+                choice.logprobs, choice.offsets = list(scored), offsets[: len(scored)]
+
+    def _processors(self, prompt_length: int) -> dict[str, Any]:
+        """The setting of `generate` for what changes the logits of one sequence; empty if nothing does."""
+        body = self.body
+        processors = LogitsProcessorList()
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(TokenPenalties(prompt_length, body.presence_penalty, body.frequency_penalty))
+        if self._matcher is not None:
+            processors.append(JSONMask(self._matcher.deep_copy(), prompt_length))
+        return {"logits_processor": processors} if processors else {}
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """The chunks of all sequences, as they come, until the last sequence has ended.
@@ -295,6 +355,9 @@ class RunningRequest:
     def _chunk(self, choice: Choice, new: Sequence[GeneratedToken]) -> Chunk:
         schedule, last = choice.answer.schedule, new[-1]
         layers = schedule.prompt_budget
+        if self.body.new_tokens == 0:  # the engine generates one token, which shows that the prompt fits and has run
+            choice.end = "length"
+            return Chunk(choice, "", last, layers, 0, choice.end)
         for generated in new:
             if choice.tokens:
                 layers = schedule.budget(choice.tokens - 1)
@@ -302,7 +365,7 @@ class RunningRequest:
             choice.tokens += 1
             if generated.logprob is not None:
                 choice.logprobs.append(generated)
-                choice.offsets.append(choice.detokenizer.decoded_length)
+                choice.offsets.append(len(choice.echo) + choice.detokenizer.decoded_length)
             if choice.last is None:
                 self._metrics.first_token.observe(generated.at - choice.answer.times.submitted)
             else:
@@ -316,7 +379,12 @@ class RunningRequest:
             choice.end = last.end
         if choice.end is not None:
             self._metrics.sequence.observe(last.at - choice.answer.times.submitted)
-        return Chunk(choice, text, last, layers, choice.tokens - 1, choice.end)
+        calls: Sequence[dict[str, Any]] = ()
+        if choice.parser is not None:
+            text, calls = choice.parser.add(text, last=choice.end is not None)
+            if choice.end == "stop" and choice.parser.calls:
+                choice.end = "tool_calls"
+        return Chunk(choice, text, last, layers, len(choice.logprobs) - 1, choice.end, calls)
 
     def cancel(self) -> None:
         """Cancel the sequences that haven't ended."""

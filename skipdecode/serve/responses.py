@@ -17,9 +17,10 @@ async def full_response(running: RunningRequest, token_bytes: TokenBytes) -> dic
     choices = [
         envelope.choice(
             choice.index,
-            choice.detokenizer.text,
+            choice.text,
             choice.end,
             _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs))),
+            calls=choice.parser.calls if choice.parser is not None else (),
         )
         for choice in running.choices
     ]
@@ -35,6 +36,11 @@ async def stream_events(running: RunningRequest, token_bytes: TokenBytes) -> Asy
         if envelope.chat:
             roles = [envelope.choice(c.index, "", None, None, chunk=True, first=True) for c in running.choices]
             yield server_sent_event(envelope.body(roles, chunk=True))
+        for choice in running.choices:
+            if choice.echo:
+                logprobs = _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs)))
+                echoed = envelope.choice(choice.index, choice.echo, None, logprobs, chunk=True)
+                yield server_sent_event(envelope.body([echoed], chunk=True))
         async for chunks in running.chunks():
             # All events are sent together. Sent one by one, they would fall behind the steps of a fast model.
             if events := "".join(_events(running, envelope, token_bytes, chunks)):
@@ -57,19 +63,22 @@ def _events(
     body = running.body
     if body.logprobs_count is None and not body.details:
         texts: dict[int, str] = {}
+        new_calls: dict[int, list[dict[str, Any]]] = {}
         for chunk in chunks:
-            texts[chunk.choice.index] = texts.get(chunk.choice.index, "") + chunk.text
+            index = chunk.choice.index
+            texts[index] = texts.get(index, "") + chunk.text
+            new_calls.setdefault(index, []).extend(_numbered(chunk))
         for index, text in texts.items():
             end = running.choices[index].end
-            if text or end:
-                yield server_sent_event(
-                    envelope.body([envelope.choice(index, text, end, None, chunk=True)], chunk=True)
-                )
+            if text or end or new_calls[index]:
+                choice = envelope.choice(index, text, end, None, calls=new_calls[index], chunk=True)
+                yield server_sent_event(envelope.body([choice], chunk=True))
         return
     for chunk in chunks:
-        places = [chunk.place] if body.logprobs_count is not None else []
+        places = [chunk.place] if body.logprobs_count is not None and chunk.choice.tokens else []
         logprobs = _logprobs(envelope, token_bytes, chunk.choice, places)
-        choice = envelope.choice(chunk.choice.index, chunk.text, chunk.end, logprobs, chunk=True)
+        calls = _numbered(chunk)
+        choice = envelope.choice(chunk.choice.index, chunk.text, chunk.end, logprobs, calls=calls, chunk=True)
         event = envelope.body([choice], chunk=True)
         if body.details:
             event["skipdecode"] = {
@@ -79,6 +88,12 @@ def _events(
                 "seconds": chunk.generated.at - chunk.choice.answer.times.submitted,
             }
         yield server_sent_event(event)
+
+
+def _numbered(chunk: Chunk) -> list[dict[str, Any]]:
+    """The new tool calls of a chunk, with their places among all calls of the sequence."""
+    first = len(chunk.choice.parser.calls) - len(chunk.calls) if chunk.choice.parser is not None else 0
+    return [{"index": first + n, **call} for n, call in enumerate(chunk.calls)]
 
 
 def server_sent_event(body: dict[str, Any]) -> str:
@@ -113,7 +128,8 @@ def _logprobs(
     return {
         "tokens": [each["token"] for each in found],
         "token_logprobs": [each["logprob"] for each in found],
-        "top_logprobs": [_by_name(each["top_logprobs"]) for each in found],
+        # The first token of a prompt that is echoed has no log probability.
+        "top_logprobs": [None if each["logprob"] is None else _by_name(each["top_logprobs"]) for each in found],
         "text_offset": [choice.offsets[place] for place in places],
     }
 

@@ -1,90 +1,31 @@
 """Requests as OpenAI's client, vLLM's users, browsers and curl send them, and invalid ones."""
 
 import json
-import socket
-import threading
-import time
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 import typing_extensions
-import uvicorn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from served_checkpoints import COMPLETIONS, Server, started
 from small_checkpoints import save_checkpoint
 
-import skipdecode
-from skipdecode import ConfigError, Engine
-from skipdecode.serve.app import make_app
+from skipdecode import ConfigError
 from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED
 from skipdecode.serve.protocol import ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
 
 PROMPT = "vehicle: ferry | to: Saltfern\n"
-# Like the templates of models with tool calls: it tests for the key tool_calls and takes arguments as objects.
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}"
-    "{% if c.function is defined %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endif %}"
-    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
-)
 CALL = {"id": "1", "type": "function", "function": {"name": "timetable", "arguments": '{"to": "Saltfern"}'}}
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-JSON_TYPE = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": "vehicle: tram"}
-
-
-class Server(NamedTuple):
-    client: openai.OpenAI
-    http: httpx.Client
-    tokenizer: Any
-
-    def post(self, chat: bool, body: Any) -> httpx.Response:
-        # Not by `json=`, which refuses NaN and lone surrogates.
-        return self.http.post(CHAT if chat else COMPLETIONS, content=json.dumps(body).encode(), headers=JSON_TYPE)
-
-    def text(self, chat: bool, body: Any) -> str:
-        """The text of the response to a valid request."""
-        answer = self.post(chat, body)
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        return str(choice["message"]["content"] if chat else choice["text"])
-
-    def text_of(self, prompt: str) -> str:
-        """The text that follows the output of a chat template."""
-        tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return self.text(False, {"model": "tiny", "prompt": tokens})
-
-
-@contextmanager
-def started(folder: Path, **more: Any) -> Iterator[Server]:
-    """A server in a thread of this process, until the block ends."""
-    model, tokenizer = skipdecode.load(str(folder))
-    tokenizer.chat_template = TEMPLATE
-    app = make_app(Engine(model, tokenizer), tokenizer, ServeSettings("tiny", new_tokens=4, **more))
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    try:
-        with client, httpx.Client(base_url=address) as http:
-            yield Server(client, http, tokenizer)
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +171,7 @@ def neutral_fields(chat: bool) -> list[tuple[str, Any]]:
         *fields,
         *((name, examples[kind]) for name, kind in UNUSED.items()),
         ("frequency_penalty", 0.0),
+        ("presence_penalty", 0),
         ("top_k", -1),
         ("top_k", 0),
         ("top_p", 0),
@@ -258,8 +200,7 @@ def test_a_field_with_a_value_without_effect_changes_nothing(server: Server, cha
         ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which has no effect"),
         ("min_p", False, "min_p is false"),
         ("ignore_eos", 0, "ignore_eos is 0"),
-        ("tool_choice", "required", 'tool_choice is "required".* accepts only "none" and "auto"'),
-        ("response_format", {"type": "json_object"}, "response_format is an object"),
+        ("tool_choice", "required", 'tool_choice is "required": '),
         ("guided_json", {}, "guided_json is {}: this server doesn't support it$"),
         ("user", 5, "user is 5: it must be a string"),
         ("prompt_cache_options", "a", 'prompt_cache_options is "a": it must be an object'),

@@ -98,8 +98,10 @@ def test_the_library_needs_torch_and_transformers_alone() -> None:
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
     extra = set().union(*(names for name, names in files.items() if name.parts[0] == "serve"))
     extra -= {"torch", "transformers", "skipdecode", *sys.stdlib_module_names}
-    assert extra == {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "ray"}  # skipdecode[serve,ray]
-    assert [str(name) for name, names in files.items() if "ray" in names] == ["serve/ray.py"]
+    of_serve = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+    assert extra == {*of_serve, "ray", "llguidance"}  # skipdecode[serve,ray,json]
+    for package, file in (("ray", "serve/ray.py"), ("llguidance", "serve/json_output.py")):
+        assert [str(name) for name, names in files.items() if package in names] == [file]
 
 
 def test_one_function_alone_imports_what_serves() -> None:
