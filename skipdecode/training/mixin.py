@@ -97,6 +97,8 @@ class SkipTrainingMixin(Trainer):
         check_arguments(args, data_collator, kwargs)
         if objective.frozen_teacher != (teacher is not None):
             raise ConfigError("teacher and objective.frozen_teacher go together: set both or neither")
+        if (sampler is None) != (skip_config is None) or (sampler is not None and (speedups or schedules)):
+            raise ConfigError("sampler and skip_config go together, in place of speedups and schedules")
         super().__init__(model, args, data_collator, *others, **kwargs)
         trained: Any = self.model
         check_layerdrop(unwrap(trained).config)
@@ -115,6 +117,8 @@ class SkipTrainingMixin(Trainer):
             sampler = make_sampler(CostModel.of(trained), seed=self.args.seed, solver=settings, **targets)
             skip_config = sampler.skip_config(settings, base_model(trained))
         checked_default(default_speedup, sampler.speedups)
+        if objective.exits and [schedule.skips for schedule in sampler.schedules] != [False]:
+            raise ConfigError("objective.exits trains exits in one pass at full depth: it needs speedups=(1,)")
         add_layer_dropout(trained, layer_dropout)
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval()
         self.sampler: ScheduleSampler = sampler
@@ -266,16 +270,16 @@ def solver_settings(rows: Any, horizon: int | None, solver: Mapping[str, Any] | 
     Raises ConfigError where the horizon isn't given and the rows, which are streamed, don't tell it.
     """
     settings = dict(solver or {})
+    if horizon is not None:
+        settings["horizon"] = horizon
     if hasattr(rows, "__len__"):
         measured = [rows[number] for number in range(0, len(rows), -(-len(rows) // MEASURED_ROWS))]
         completions = [len(row["completion_ids"]) for row in measured]
-        settings.setdefault("horizon", horizon or round(statistics.median(completions)))
+        settings.setdefault("horizon", round(statistics.median(completions)))
         settings.setdefault("lengths", Lengths.of(completions).to_list())
         settings.setdefault("prompt_lengths", Lengths.of(len(row["prompt_ids"]) for row in measured).to_list())
-    elif horizon is None:
+    elif "horizon" not in settings:
         raise ConfigError("train_dataset has no length, so the median completion isn't known: pass horizon, in tokens")
-    else:
-        settings["horizon"] = horizon
     return settings
 
 

@@ -58,7 +58,8 @@ def test_the_newest_checkpoints_are_kept_with_checksums_of_all_files(cut: Path) 
     assert kept == ["checkpoint-6", "checkpoint-9"]
     for name in kept:
         listed = json.loads((cut / name / CHECKSUMS_FILE).read_text())
-        assert set(listed) == {path.name for path in (cut / name).iterdir()} - {CHECKSUMS_FILE}
+        files = [path for path in (cut / name).rglob("*") if path.is_file()]
+        assert set(listed) == {path.relative_to(cut / name).as_posix() for path in files} - {CHECKSUMS_FILE}
     assert chosen(cut) == ("checkpoint-9", "")
 
 
