@@ -4,6 +4,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from data.chat import Chat
 from data.cnndm import CNNDailyMail
 from data.departures import Departures
 from data.e2e import E2E
@@ -17,7 +18,7 @@ from skipdecode.errors import ConfigError, unknown
 __all__ = ["TASKS", "Example", "Split", "Task", "load_task"]
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (E2E, WebNLG, ViGGO, TLDR, CNNDailyMail, OwnText, Departures)
+    task.name: task for task in (E2E, WebNLG, ViGGO, TLDR, CNNDailyMail, OwnText, Chat, Departures)
 }
 
 

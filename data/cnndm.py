@@ -1,5 +1,6 @@
 """CNN/DailyMail 3.0.0: news articles and their highlights (Hermann et al. 2015; See, Liu, Manning, ACL 2017)."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from data.files import Row
@@ -23,10 +24,10 @@ class CNNDailyMail(TextToText):
     max_new_tokens: ClassVar[int] = 128
     horizon: ClassVar[int] = 64
 
-    def example(self, name: str, row: Row) -> Example:
+    def examples(self, name: str, row: Row) -> Iterator[Example]:
         """The article followed by "TL;DR:", GPT-2's prompt for summaries, and all highlights as one reference."""
         highlights = row.text("highlights").strip()
-        return Example(
+        yield Example(
             id=name,
             prompt=row.text("article") + INSTRUCTION,
             references=(highlights,),

@@ -132,13 +132,23 @@ def _values(file: Path, kind: str, columns: Sequence[str], encoding: str) -> Ite
 
         with pyarrow.parquet.ParquetFile(file) as parquet:
             for batch in parquet.iter_batches(_PARQUET_ROWS):
-                yield from batch.to_pylist()
+                for values in batch.to_pylist():
+                    yield {name: _without_nulls(value) for name, value in values.items()}
         return
     with _opened(file, encoding) as stream:
         if kind == "JSON":
             yield from _json_values(stream)
         else:
             yield from _table_values(stream, "\t" if kind == "TSV" else ",", columns)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a Parquet file without the null fields of its objects, as Arrow gives all of them the same fields."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return value
 
 
 @contextmanager

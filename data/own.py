@@ -94,11 +94,11 @@ class OwnText(TextToText):
         for number, example in enumerate(grouped.values()):
             yield replace(example, id=f"{self.name}-{split}-{number}")
 
-    def example(self, name: str, row: Row) -> Example:
+    def examples(self, name: str, row: Row) -> Iterator[Example]:
         """The prompt with its instruction or a newline, and the completion with the separator before it."""
         completion = self._stripped(row.text(self.completion_column))
         column = self.references_column
-        return Example(
+        yield Example(
             id=name,
             prompt=self._stripped(row.text(self.prompt_column)) + self._end,
             references=(completion,) if column is None else tuple(map(self._stripped, _texts(row, column))),

@@ -41,6 +41,7 @@ _TEXTS = datasets.Features(
         "body": datasets.Value("string"),
         "instruction": datasets.Value("string"),
         "targets": datasets.Sequence(datasets.Value("string")),
+        "chat": datasets.Value("string"),
     }
 )
 
@@ -71,6 +72,7 @@ def encode_task(
     *,
     max_prompt_tokens: int,
     max_completion_tokens: int,
+    end_tokens: Sequence[int] = (),
     limit: int | None = None,
     num_proc: int | None = None,
     cache_dir: str | None = None,
@@ -83,6 +85,7 @@ def encode_task(
         split: the split.
         max_prompt_tokens: maximum prompt length, as in `encode_pairs`.
         max_completion_tokens: maximum completion length, as in `encode_pairs`.
+        end_tokens: the tokens that end generation, as in `encode_pairs`.
         limit: number of examples to use, from the first; None: all.
         num_proc: number of processes; None: one.
         cache_dir: folder of the cache; None: the cache of the datasets library.
@@ -93,7 +96,7 @@ def encode_task(
     Raises:
         ConfigError: as the task and `encode_pairs` do, and for a cache that can't be read or written.
     """
-    key = _key(task, split, tokenizer, (max_prompt_tokens, max_completion_tokens, limit))
+    key = _key(task, split, tokenizer, (max_prompt_tokens, max_completion_tokens, limit, *end_tokens))
     cache = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "skipdecode"
     folder = cache / key
     if not folder.exists():
@@ -113,6 +116,7 @@ def encode_task(
                     tokenizer=tokenizer,
                     max_prompt_tokens=max_prompt_tokens,
                     max_completion_tokens=max_completion_tokens,
+                    end_tokens=end_tokens,
                 ),
                 batched=True,
                 num_proc=num_proc if num_proc != 1 else None,
@@ -141,6 +145,7 @@ def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> da
                 "body": example.body,
                 "instruction": example.instruction,
                 "targets": list(example.targets),
+                "chat": example.chat,
             }
 
     try:
@@ -159,13 +164,18 @@ def _encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     max_completion_tokens: int,
+    end_tokens: Sequence[int],
 ) -> dict[str, list[Any]]:
     examples = [
-        Example(name, body + instruction, (), tuple(targets), instruction=instruction)
-        for name, body, instruction, targets in zip(*(batch[column] for column in _TEXTS), strict=True)
+        Example(name, body + instruction, (), tuple(targets), instruction=instruction, chat=chat)
+        for name, body, instruction, targets, chat in zip(*(batch[column] for column in _TEXTS), strict=True)
     ]
     return encode_pairs(
-        tokenizer, examples, max_prompt_tokens=max_prompt_tokens, max_completion_tokens=max_completion_tokens
+        tokenizer,
+        examples,
+        max_prompt_tokens=max_prompt_tokens,
+        max_completion_tokens=max_completion_tokens,
+        end_tokens=end_tokens,
     )
 
 
@@ -182,6 +192,7 @@ def training_rows(
     option_pairs: Sequence[str],
     max_prompt_tokens: int | None,
     tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
 ) -> datasets.Dataset:
     """The tokenised training split of a task, for commands.
 
@@ -191,6 +202,7 @@ def training_rows(
         option_pairs: arguments of `--task-option`.
         max_prompt_tokens: maximum prompt length; None: the task's default.
         tokenizer: the model's tokenizer.
+        end_tokens: the tokens that end generation.
 
     Raises:
         ConfigError: as the task does.
@@ -202,6 +214,7 @@ def training_rows(
         "train",
         max_prompt_tokens=max_prompt_tokens or task.max_prompt_tokens,
         max_completion_tokens=task.max_new_tokens,
+        end_tokens=end_tokens,
     ).rows
 
 

@@ -51,7 +51,7 @@ class TextToText(Task):
         check_split(split)
         rows = self._hub_rows(split) if self.path is None else self._local_rows(split)
         for number, row in enumerate(rows):
-            yield self.example(f"{self.name}-{split}-{number}", row)
+            yield from self.examples(f"{self.name}-{split}-{number}", row)
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -59,8 +59,8 @@ class TextToText(Task):
         return self.columns
 
     @abstractmethod
-    def example(self, name: str, row: Row) -> Example:
-        """Make an example with this id from a row. Raises ConfigError for an invalid row."""
+    def examples(self, name: str, row: Row) -> Iterator[Example]:
+        """Make the examples of a row; `name` starts their ids. Raises ConfigError for an invalid row."""
 
     def files(self, split: Split) -> tuple[Path, ...]:
         """The files of a split; with a holdout, the files of all splits, because they determine what is held out."""

@@ -31,6 +31,8 @@ class Example:
         instruction: the instruction at the end of the prompt; a long prompt with one may be truncated right before it.
         meaning: what an output must state, in the task's notation, where it can be checked; else empty.
         part: the part of the test set that is scored separately, such as "seen" or "unseen"; else empty.
+        chat: the conversation up to the answer (`Conversation.to_json`), from which the tokenizer's chat template then
+            makes the model's input and output; else empty.
     """
 
     id: str
@@ -41,6 +43,7 @@ class Example:
     instruction: str = ""
     meaning: str = ""
     part: str = ""
+    chat: str = ""
 
     def __post_init__(self) -> None:
         if not self.targets:

@@ -1,6 +1,7 @@
 """Reddit TL;DR: posts and their authors' summaries (Völske et al. 2017), as filtered by Stiennon et al. 2020."""
 
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from data.files import Row
@@ -25,7 +26,7 @@ class TLDR(TextToText):
     max_new_tokens: ClassVar[int] = 64
     horizon: ClassVar[int] = 32
 
-    def example(self, name: str, row: Row) -> Example:
+    def examples(self, name: str, row: Row) -> Iterator[Example]:
         """The prompt "SUBREDDIT: …\\n\\nTITLE: …\\n\\nPOST: …\\n\\nTL;DR:" and its single summary."""
         prompt = row.text("prompt").rstrip()
         if not prompt.endswith(INSTRUCTION.strip()):
@@ -36,7 +37,7 @@ class TLDR(TextToText):
             body = "\n\n".join(headed.groups())
         # In rows with both columns, `label` isn't the summary.
         summary = row.text("label" if "completion" not in row.values and "label" in row.values else "completion")
-        return Example(
+        yield Example(
             id=name,
             prompt=body + INSTRUCTION,
             references=(summary.strip(),),

@@ -24,7 +24,7 @@ from eval.tables import Table
 from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
 from skipdecode.cli.process import run_command
 from skipdecode.training.batch_layout import lay_out
-from train.objective import completion_loss, predicting_budgets, unpack_batch
+from skipdecode.training.objective import completion_loss, predicting_budgets, unpack_batch
 
 
 def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run all checks that need a CUDA device: the gpu tests, the quickstart, the training step with OPT-1.3B's shape, prompts
-# as CUDA graphs and decoding speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, and memory over
-# thousands of calls. Results are written to the folder given as the first argument (default: outputs/gpu).
+# as CUDA graphs and decoding speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, weights in few
+# bits, and memory over thousands of calls. Results are written to the folder given as the first argument (default:
+# outputs/gpu).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
@@ -19,4 +20,8 @@ for shape in opt-1.3b opt-6.7b; do
     "$python" -m eval.speed --model "$shape" --dtype bfloat16 --batch-size 1 8 32 --speedup 1 2 3 4 5 --profile \
         --peers transformers transformers-static --output "$out/speed-$shape.json" 2>&1 | tee "$out/speed-$shape.txt"
 done
+# Weights in 8 and 4 bits beside bfloat16, with skipping on top. The targets at full depth: 1.6x and 2.2x of bfloat16's.
+rm -f "$out"/speed-few-bits.*
+"$python" -m eval.speed --model opt-6.7b --dtype bfloat16 --weights model int8 int4 --batch-size 1 --speedup 1 2 3 \
+    --repeats 3 --peers --output "$out/speed-few-bits.json" 2>&1 | tee "$out/speed-few-bits.txt"
 "$python" scripts/soak.py --calls 2000 | tee "$out/soak.txt"

@@ -106,6 +106,23 @@ def receives_tokenizer(function: Decoding) -> Decoding:
     return function
 
 
+# ---- transformers: Trainer, and accelerate, which it needs
+
+
+def prepared_inputs(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A batch on the trainer's device, as the Trainer prepares it before a forward pass. No public method does."""
+    found: dict[str, Any] = trainer._prepare_inputs(inputs)
+    return found
+
+
+def set_sync_gradients(gradient_state: Any, synchronise: bool) -> None:
+    """Set whether the next backward pass ends a step; accelerate's public `no_sync` doesn't tell its optimizer.
+
+    The Trainer sets it before each accumulated batch; a step with several passes a batch sets it for each of them.
+    """
+    gradient_state._set_sync_gradients(synchronise)
+
+
 # ---- transformers: models
 
 

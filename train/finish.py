@@ -19,20 +19,19 @@ from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint.checksums import write_checksums
 from skipdecode.checkpoint.loading import load
-from skipdecode.checkpoint.remote_code import write_custom_generate
-from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
+from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.device import resolve_device
 from skipdecode.errors import first_line
 from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.lengths import LengthsByPrompt
+from skipdecode.training.saving import save_skip_files
 from train.adapters import merge_adapters
 from train.base_settings import settle_generation
 from train.build import build_model
 from train.checkpoints import PARTIAL, stopped_if_unwritten
 from train.evaluation import release_memory
 from train.recipe import Recipe
-from train.sampling import default_speedup
 
 BATCH_SIZE = 64  # prompts decoded together to measure lengths
 
@@ -59,11 +58,10 @@ def finish(
             merge_adapters(base, partial)
             del base
         if (partial / "config.json").exists():  # unmerged adapters have none
-            write_custom_generate(partial)
             _save_max_new_tokens(partial, max_new_tokens)
             config = SkipConfig.load(partial)
             assert config is not None  # the trainer saves it
-            save_default_speedup(partial, default_speedup(recipe.schedule.default_speedup, config.schedules))
+            save_skip_files(partial, config, recipe.schedule.default_speedup)
     texts, count = None, recipe.schedule.texts
     if count:
         lengths, _ = row_lengths(rows)

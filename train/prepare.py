@@ -14,26 +14,29 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from data import Task
-from data.batches import BatchCollator
+from data.chat import Chat
 from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.families import exit_head, text_config
+from skipdecode.families import exit_head
+from skipdecode.generate.stopping import end_tokens
 from skipdecode.schedule.cost import count_parameters
 from skipdecode.schedule.lengths import Lengths
 from skipdecode.schedule.machine_profile import Profile
+from skipdecode.training.arguments import check_layerdrop
+from skipdecode.training.collator import PromptCompletionCollator
 from skipdecode.training.layer_order import LayerOrder
+from skipdecode.training.sampling import ScheduleSampler, default_speedup, make_sampler, settings_of
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model, frozen_teacher
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.layer_order import AUTO, given_order, measured_order, stand_in_order
 from train.machine_profile import run_profile
-from train.objective import Objective
+from train.objective import recipe_objective
 from train.recipe import Recipe
-from train.sampling import ScheduleSampler, default_speedup, make_sampler
 from train.trainer import SkipTrainer, check_positions
 
 MAX_EXAMPLE_CHARACTERS = 400  # a longer prompt isn't saved in the checkpoint as its example
@@ -110,20 +113,17 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     with whole_weights(arguments):
         left_out = settle_generation(recipe, model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     validation = None
     with arguments.main_process_first(desc="tokenising"):  # the other processes then find the rows in the cache
-        encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
+        encoded = _encode(recipe, task, tokenizer, ends, "train", recipe.data.limit)
         if validate_rows:
-            rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
+            rows = _encode(recipe, task, tokenizer, ends, "validation", validate_rows).rows
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
     if validation is not None:
         check_positions(model, sum(int(lengths.max()) for lengths in row_lengths(validation)))
-    if rate := getattr(text_config(model.config), "layerdrop", 0):
-        raise ConfigError(
-            f"the model's config sets layerdrop to {rate}, which would randomly skip layers that the schedule runs: "
-            "set model.config.layerdrop=0"
-        )
+    check_layerdrop(model.config)
     folder, sizes = Path(str(arguments.output_dir)), _cost(model, arguments)
     layer_order = measured_order(recipe, model, encoded.rows, folder) if measure_order else None
     order = None if layer_order is None else layer_order.order
@@ -134,7 +134,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     )
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # A user's own data may be private, and the checkpoint may be published.
-    if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name != OwnText.name:
+    if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name not in (OwnText.name, Chat.name):
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
@@ -228,14 +228,15 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         args=prepared.arguments,
         train_dataset=prepared.encoded.rows,
         eval_dataset=prepared.validation,
-        data_collator=BatchCollator(prepared.tokenizer.pad_token_id),
+        data_collator=PromptCompletionCollator(prepared.tokenizer.pad_token_id),
         processing_class=prepared.tokenizer,
         callbacks=callbacks,
         sampler=prepared.sampler,
         skip_config=prepared.skip_config,
-        objective=Objective.of(recipe.optim),
+        objective=recipe_objective(recipe.optim),
         teacher=prepared.teacher,
         layer_dropout=recipe.optim.layer_dropout,
+        default_speedup=recipe.schedule.default_speedup,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -290,7 +291,7 @@ def recipe_sampler(
         solver["order"] = list(order or stand_in_order(cost.num_layers))
     files = None if section.files is None else [SkipSchedule.load(file) for file in section.files]
     if files is not None:
-        solver |= _kind_of(files)
+        solver |= settings_of(files)
     if section.prompt_length is not None:
         solver["prompt_length"] = section.prompt_length
     if rows is not None:
@@ -322,7 +323,7 @@ def recipe_sampler(
         "options": dict(recipe.data.options),
         "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
     }
-    return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
+    return sampler, sampler.skip_config(solver, task=described)
 
 
 def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
@@ -343,32 +344,14 @@ def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
         )
 
 
-def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
-    """The solver settings with which other batch sizes and speeds get schedules of the same kind as these.
-
-    Raises ConfigError where the schedules differ in such a setting.
-    """
-    skipping = [schedule for schedule in schedules if schedule.skips]
-    if not skipping:
-        return {}
-    kind: dict[str, Any] = {}
-    for name in ("placement", "order", "decay", "decay_rate", "warmup_layers", "prompt_stop"):
-        values = list(dict.fromkeys(getattr(schedule, name) for schedule in skipping))
-        if len(values) > 1:
-            raise ConfigError(
-                f"schedule.files differ in {name} ({values[0]} and {values[1]}): a checkpoint needs a single value to "
-                "solve schedules for other batch sizes; train one checkpoint for each value"
-            )
-        kind |= {name: values[0]} if values[0] is not None else {}
-    if "order" in kind:
-        kind["order"] = list(kind["order"])  # a list, as JSON reads it back
-    prompts = [schedule.prompt for schedule in skipping]
-    layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # the solver may have lowered some
-    kind["prompt"] = "full" if "full" in prompts else max(layers) if layers else "max"
-    return kind
-
-
-def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:
+def _encode(
+    recipe: Recipe,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    split: Split,
+    limit: int | None,
+) -> Encoded:
     section = recipe.data
     return encode_task(
         task,
@@ -376,6 +359,7 @@ def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, spli
         split,
         max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
         max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
+        end_tokens=ends,
         limit=limit,
         num_proc=section.num_proc,
         cache_dir=section.cache_dir,

@@ -11,11 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy, Sampling
 from train.effects import drop_without_effect
 
-# Defined here and not beside the sampler, whose imports take seconds: a mistyped key is reported at once.
-Sampling = Literal["one", "sandwich", "all"]
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
 MAX_NUMBER = 2**32 - 1  # the largest number allowed in a recipe, which is the largest seed

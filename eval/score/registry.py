@@ -6,6 +6,7 @@ from dataclasses import replace
 from eval.score.bertscore import BERTSCORE
 from eval.score.bleu import BLEU
 from eval.score.cider import CIDER
+from eval.score.exact_match import EXACT_MATCH
 from eval.score.meteor import METEOR
 from eval.score.metric import Metric
 from eval.score.nist import NIST
@@ -15,7 +16,7 @@ from skipdecode.errors import unknown
 
 # By name, in the order of columns in tables.
 METRICS: dict[str, Metric] = {
-    metric.name: metric for metric in (BLEU, NIST, METEOR, *ROUGE, CIDER, BERTSCORE, SLOT_ERROR_RATE)
+    metric.name: metric for metric in (EXACT_MATCH, BLEU, NIST, METEOR, *ROUGE, CIDER, BERTSCORE, SLOT_ERROR_RATE)
 }
 
 
@@ -46,5 +47,6 @@ def short(scores: Mapping[str, float]) -> list[Metric]:
 
 
 def headline(scores: Mapping[str, float]) -> Metric:
-    """The metric that represents quality: BLEU, or the first one without BLEU."""
-    return BLEU if BLEU.name in scores else metric_named(next(iter(scores)))
+    """The metric that represents quality: exact match, else BLEU, or the first one without both."""
+    first = next((metric for metric in (EXACT_MATCH, BLEU) if metric.name in scores), None)
+    return first or metric_named(next(iter(scores)))

@@ -15,7 +15,7 @@ from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
 from skipdecode.generate.lossless_loop import DraftCounts
 from skipdecode.generate.request import GenerativeModel
-from skipdecode.generate.stopping import RowLengths
+from skipdecode.generate.stopping import RowLengths, end_tokens
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over
 from skipdecode.timing.agreement import agreeing_tokens
@@ -154,21 +154,21 @@ class System(ABC):
         model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
         inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, positions]
         prompt_columns = inputs["input_ids"].shape[1]
-        end_token = tokenizer.eos_token_id
-        ends = [] if lengths is None else [RowLengths(lengths, prompt_columns, end_token, model.device)]
+        ends = end_tokens(model, tokenizer)
+        fixed = [] if lengths is None else [RowLengths(lengths, prompt_columns, tokenizer.eos_token_id, model.device)]
         request = {
             **inputs,
             "weights": self.checkpoint.weights,
             "max_new_tokens": max_new_tokens,
             "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": end_token if lengths is None else None,
-            "stopping_criteria": ends,
+            "eos_token_id": ends if lengths is None else None,
+            "stopping_criteria": fixed,
         }
         timed, layers, drafts = self._continue(model, request)
         clock, counts = timed.clock, drafts or DraftCounts()
         rows: list[list[int]] = timed.ids[:, prompt_columns:].tolist()
         if lengths is None:
-            lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in rows]
+            lengths = [next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in rows]
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         # The last token of a sequence is never an input, so it has one step less than tokens.
         unfinished = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]

@@ -11,10 +11,10 @@ from data import Task
 from skipdecode import CostModel, SkipSchedule
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
+from skipdecode.training.sampling import ScheduleSampler
 from train.build import build_task, model_config
 from train.prepare import Prepared, make_arguments, prepare, recipe_sampler
 from train.recipe import Recipe, load_recipe
-from train.sampling import ScheduleSampler
 from train.shallow import shrink_config
 
 

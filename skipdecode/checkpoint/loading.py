@@ -76,7 +76,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model, for a folder of adapters with its base model; arguments as in `load`.
 
-    Adapters that were trained on a base in 4 bits (`model.quantize` of a recipe) get it again.
+    Adapters that were trained on a base in 4 bits (`model.quantize` of a recipe) get it again, which needs the extra
+    `qlora`; with `quantization_config=None` they get it as it is stored.
 
     The files are compared with the folder's checksum file, where it has one (`skipdecode.checkpoint.checksums`). The
     weights must be safetensors, complete, with the config's names and shapes, and finite; this last check takes about

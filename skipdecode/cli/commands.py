@@ -349,7 +349,7 @@ def order(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else fast
     model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
     model.to(device)  # type: ignore[arg-type]
-    rows = choose_rows(_rows(options, tokenizer), options.rows, seed=options.seed)
+    rows = choose_rows(_rows(options, model, tokenizer), options.rows, seed=options.seed)
     with tqdm(desc="layers removed", unit=" layers") as bar:
 
         def advance(removed: int, total: int, divergence: float) -> None:
@@ -371,15 +371,22 @@ def order(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
+def _rows(options: argparse.Namespace, model: Any, tokenizer: Any) -> Sequence[dict[str, Any]]:
     """The tokenised rows of a task's training split or of --file. Raises ConfigError if they can't be read."""
+    from skipdecode.generate.stopping import end_tokens
+
     if options.file is None:
         root = Path(__file__).resolve().parents[2]
         if not (root / "data" / "rows.py").is_file():
             raise ConfigError("--task needs a checkout of the repository, which has the tasks; without one, use --file")
         sys.path.insert(0, str(root))
         rows: Sequence[dict[str, Any]] = importlib.import_module("data.rows").training_rows(
-            options.task, options.data_dir, options.task_options, options.max_prompt_tokens, tokenizer
+            options.task,
+            options.data_dir,
+            options.task_options,
+            options.max_prompt_tokens,
+            tokenizer,
+            end_tokens(model, tokenizer),
         )
         return rows
     try:

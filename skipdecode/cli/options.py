@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
     counts = ("shortlist", "max_prompt_tokens", "batch_size", "prompt_length", "new_tokens", "max_new_tokens")
-    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue", "replicas", "threads"):
+    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue", "replicas", "threads", "wave_tokens"):
         values = 1 if given.get(name) is None else given[name]
         for value in values if isinstance(values, list) else [values]:
             if not 1 <= value <= _MAX_COUNT:
@@ -223,6 +223,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--rows", 32, "maximum number of sequences that decode together")
     _add_number(parser, "--queue", 256, "maximum number of sequences that wait; further ones get status 429")
     add("--cache-gb", type=float, metavar="GB", help="memory for keys and values (default: up to 1/4 of free memory)")
+    _add_number(parser, "--prefix-mib", 512, "memory for keys and values of earlier prompts; 0: none", float, "MIB")
+    _add_number(parser, "--wave-tokens", 256, "maximum number of prompt tokens that run between two steps")
     _add_number(parser, "--wave-rows", 1, "admit waiting sequences once there are N")
     _add_number(parser, "--wave-seconds", 0.05, "or once the first has waited this long", float, "S")
     _add_number(parser, "--max-new-tokens", 64, "default number of new tokens of a request")

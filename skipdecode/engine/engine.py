@@ -1,26 +1,26 @@
 """An engine for continuous batching: requests are admitted while others decode.
 
-Each request has its own target speedup, settings and seed. A step runs one token of every sequence. Tokens are ordered
-by the number of layers that they run, deepest first, so each layer runs on a prefix of the batch (invariant 7,
-docs/how-it-works.md), and the weights of a layer are read once for all sequences that run it.
+Each request has its own target speedup, settings and seed. A step runs the next part of the prompts, and one token of
+every sequence. These tokens are ordered by the number of layers that they run, deepest first, so each layer runs on a
+prefix of the batch (invariant 7, docs/how-it-works.md), and the weights of a layer are read once for all that run it.
 """
 
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from skipdecode.engine.kv_pool import KVPool, PoolCache
+from skipdecode.engine.kv_pool import KVPool
+from skipdecode.engine.model_runner import ModelRunner
+from skipdecode.engine.prefix_cache import PrefixCache
 from skipdecode.engine.prepare import Preparer
-from skipdecode.engine.ragged_inputs import PositionTables, RaggedInputs, prefix_lengths
-from skipdecode.engine.scheduler import RunningSequence, Scheduler
+from skipdecode.engine.scheduler import PromptChunk, RunningSequence, Scheduler
 from skipdecode.engine.sequence import Answer, EngineSequence, GeneratedToken, TokenInput
-from skipdecode.errors import ConfigError, check_counts, renamed
+from skipdecode.engine.state import EngineState
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import longest_sequence, unwrap
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.request import GenerativeModel
@@ -29,6 +29,7 @@ from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over, SkipSchedule
 
 MAX_LOGPROBS = 100  # likeliest tokens that are reported with each token
+MIN_WAVE_TOKENS = 8
 DEFAULT_POSITIONS = 4096  # length of a sequence that memory is planned for, if the model's config names no maximum
 
 
@@ -40,42 +41,6 @@ class EngineClosed(Exception):
     """The engine is draining or has ended, and accepts no more requests."""
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """The state of an engine, and its counters since its start.
-
-    Attributes:
-        waiting: requests that wait.
-        running: requests that decode.
-        slots: KV slots, over all layers.
-        free_slots: those of them that no sequence holds.
-        free_regions: contiguous regions that these form; 1 if no sequence holds any.
-        requests: requests that have ended, cancelled and failed ones included.
-        tokens: tokens generated, the first tokens of the sequences (from prefills) included.
-        prompt_tokens: prompt tokens run.
-        steps: decode steps.
-        step_tokens: tokens that decode steps ran; divided by `steps`, the mean batch size.
-        step_layers: layers that those tokens ran, summed; divided by `step_tokens`, the mean number of layers.
-    """
-
-    waiting: int
-    running: int
-    slots: int
-    free_slots: int
-    free_regions: int
-    requests: int
-    tokens: int
-    prompt_tokens: int
-    steps: int
-    step_tokens: int
-    step_layers: int
-
-    columns = renamed("columns", "slots")
-    free_columns = renamed("free_columns", "free_slots")
-    rows = renamed("rows", "step_tokens")
-    layers = renamed("layers", "step_layers")
-
-
 class Engine:
     """Decodes many requests together with one model.
 
@@ -83,9 +48,10 @@ class Engine:
     ends. Without the block, call `step` to decode one token of each sequence.
 
     The tokens of a request are those of `skip_generate` for its prompt alone (invariant 5, docs/how-it-works.md). With
-    the compiled kernels the logits are identical, except in bfloat16. Otherwise they differ by rounding, so a token
-    may differ if the two likeliest tokens are that close. A sampled request with a seed gives the tokens of
-    `skip_generate` after `torch.manual_seed(seed)`.
+    the compiled kernels the logits are identical for prompts of up to 512 tokens (longer ones `skip_generate` runs by
+    torch's operators), except in bfloat16. Otherwise they differ by rounding, so a token may differ if the two
+    likeliest tokens are that close. A sampled request with a seed gives the tokens of `skip_generate` after
+    `torch.manual_seed(seed)`.
 
     Args:
         model: a causal language model in evaluation mode that the fast path supports (`skipdecode.fastpath.model`). It
@@ -99,7 +65,9 @@ class Engine:
             admitted together reach their later, cheaper steps together, whereas each step of a mixed batch reads the
             weights of all layers that its deepest sequence runs.
         wave_seconds: or once the first of them has waited this long.
-        wave_tokens: maximum number of prompt tokens that run between two steps, unless a single prompt is longer.
+        wave_tokens: maximum number of prompt tokens that run between two steps; longer prompts run in chunks.
+        prefix_mib: memory in MiB for keys and values of earlier prompts, which are used again for prompts that begin
+            alike; 0 for none.
         weights: as in `skip_generate`.
 
     Raises:
@@ -117,12 +85,17 @@ class Engine:
         cache_bytes: int | None = None,
         wave_rows: int = 1,
         wave_seconds: float = 0.05,
-        wave_tokens: int = 512,
+        wave_tokens: int = 256,
+        prefix_mib: float = 512,
         weights: Weights | None = None,
     ) -> None:
         check_counts(most_rows=most_rows, most_waiting=most_waiting, wave_rows=wave_rows, wave_tokens=wave_tokens)
         if not 0 <= wave_seconds < math.inf:
             raise ConfigError(f"wave_seconds is {wave_seconds!r}: it must be a number of seconds, 0 or more")
+        if wave_tokens < MIN_WAVE_TOKENS:
+            raise ConfigError(f"wave_tokens is {wave_tokens}: it must be at least {MIN_WAVE_TOKENS}")
+        if not 0 <= prefix_mib < math.inf:
+            raise ConfigError(f"prefix_mib is {prefix_mib!r}: it must be a number of MiB, 0 or more")
         inner = unwrap(model)
         fast = fast_path(inner)
         reason = fast.why_not()
@@ -131,16 +104,16 @@ class Engine:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self.most_waiting = most_waiting
         self._prepare = Preparer(model, tokenizer)
-        self._decoder = fast.decoder(weights, looked=True)
-        self._depth = len(self._decoder.layers)
+        decoder = fast.decoder(weights, looked=True)
+        self._depth = len(decoder.layers)
         max_length = longest_sequence(inner.config) or DEFAULT_POSITIONS
-        self._pool = KVPool.for_decoder(self._decoder, self.model.device, most_rows * max_length, cache_bytes)
-        self._cache = PoolCache(self._pool, self._depth)
-        self._tables = PositionTables(self._decoder, self.model.device)
-        self._starts = torch.zeros(most_rows, self._depth, dtype=torch.int32)  # first KV slots of running sequences
+        self._pool = KVPool.for_decoder(decoder, self.model.device, most_rows * max_length, cache_bytes)
+        self._prefixes = PrefixCache(int(prefix_mib * 2**20))
         self._counts = dict.fromkeys(("tokens", "prompt_tokens", "steps", "step_tokens", "step_layers"), 0)
         self._changed = threading.Condition()
-        self._scheduler = Scheduler(self._pool, self._changed, most_rows, wave_rows, wave_seconds, wave_tokens)
+        waves = (wave_rows, wave_seconds, wave_tokens)
+        self._scheduler = Scheduler(self._pool, self._prefixes, self._changed, most_rows, self._depth, *waves)
+        self._runner = ModelRunner(decoder, self._pool, self._scheduler.starts)
         self._thread: threading.Thread | None = None
         self._closing = False
         self._draining = False
@@ -246,6 +219,8 @@ class Engine:
             free_slots=pool.free_slots,
             free_regions=pool.free_regions,
             requests=scheduler.ended,
+            prefix_tokens=scheduler.prefix_tokens,
+            prefix_bytes=self._prefixes.nbytes,
             **self._counts,
         )
 
@@ -296,6 +271,7 @@ class Engine:
         for sequence in [*self._scheduler.waiting, *(running.sequence for running in self._scheduler.running)]:
             sequence.answer.cancel()
         self._scheduler.remove_cancelled()
+        self._prefixes.clear()
 
     def _run_thread(self) -> None:
         try:
@@ -317,56 +293,39 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Admit waiting requests, and decode one token of every sequence. Returns whether any sequence decoded."""
+        """Run the next part of the prompts, and decode one token of every sequence. Returns whether anything ran."""
         self._scheduler.remove_cancelled()
-        for admitted in self._scheduler.admit():
+        prompts = self._scheduler.schedule_prompts()
+        for chunks in prompts:
             try:
-                self._postprocess([admitted], self._prefill(admitted))
-            except Exception as error:
-                self._fail([admitted], error)
-        if not self._scheduler.running:
-            return False
-        for group in self._scheduler.schedule():
+                self._prefill(chunks)
+            except Exception as error:  # the sequences of other groups go on
+                self._fail([chunk.running for chunk in chunks], error)
+        groups = self._scheduler.schedule()
+        for group in groups:
             sequences = [running for running, _ in group]
             try:
                 self._postprocess(sequences, self._decode(group))
-            except Exception as error:  # the sequences of other groups go on
+            except Exception as error:
                 self._fail(sequences, error)
-        self._counts["steps"] += 1
-        return True
+        self._counts["steps"] += bool(groups)
+        return bool(prompts or groups)
 
-    def _prefill(self, admitted: RunningSequence) -> torch.Tensor:
-        """Run a prompt by the prefill of `skip_generate`. Returns logits [1, vocabulary]."""
-        sequence, spans = admitted.sequence, admitted.spans
-        sequence.answer.times.admitted = time.monotonic()
-        self._starts[admitted.row] = torch.tensor([span.start if span is not None else 0 for span in spans])
-        schedule, prompt = sequence.schedule, sequence.prompt
-        cache = self._pool.prefill_cache(schedule, sequence.max_steps, spans)
-        logits: torch.Tensor = self._decoder.prefill(
-            prompt, schedule.prompt_layers, cache, torch.ones_like(prompt), stop=schedule.prompt_stop
-        )
-        self._counts["prompt_tokens"] += prompt.shape[1]
-        return logits
+    def _prefill(self, chunks: Sequence[PromptChunk]) -> None:
+        """Run chunks of prompts that run the same layers, and choose the first tokens of prompts that end with one."""
+        logits = self._runner.prefill(chunks)
+        for chunk in chunks:
+            self._counts["prompt_tokens"] += chunk.computed - chunk.start
+            self._scheduler.finish(chunk)
+        ended = [n for n, chunk in enumerate(chunks) if chunk.is_last]
+        if ended:
+            self._postprocess([chunks[n].running for n in ended], logits[ended])
 
     def _decode(self, group: Sequence[tuple[RunningSequence, TokenInput]]) -> torch.Tensor:
         """Run tokens whose sets of layers are nested, largest set first. Returns logits [tokens, vocabulary]."""
-        layer_sets = [token.layers for _, token in group]
-        positions = [token.position for _, token in group]
-        rows = [running.row for running, _ in group]
-        self._tables.grow(max(positions) + 1)
-        inputs = RaggedInputs(
-            self._pool,
-            self._starts[rows],
-            positions,
-            rows,
-            layer_sets[0],
-            prefix_lengths(layer_sets),
-            *self._tables.at(positions),
-        )
-        tokens = torch.tensor([token.token for _, token in group], device=self.model.device)
-        logits: torch.Tensor = self._decoder(tokens, layer_sets[0], self._cache, inputs)  # type: ignore[arg-type]
+        logits = self._runner.decode(group)
         self._counts["step_tokens"] += len(group)
-        self._counts["step_layers"] += sum(map(len, layer_sets))
+        self._counts["step_layers"] += sum(len(token.layers) for _, token in group)
         return logits
 
     def _postprocess(self, sequences: Sequence[RunningSequence], logits: torch.Tensor) -> None:

@@ -6,15 +6,13 @@ docs/how-it-works.md). It gives them back as soon as no later token of it runs t
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from skipdecode.errors import ConfigError
-from skipdecode.fastpath.kv_cache import PlannedCache
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.generate.fast_path import free_memory
-from skipdecode.schedule.schedule import SkipSchedule
 
 MEMORY_SHARE = 0.25  # of the free memory, for keys and values, unless `cache_bytes` says otherwise
 
@@ -105,17 +103,26 @@ class KVPool:
         self._gaps[before:after] = [Span(start, end - start)]
         self.free_slots += span.slots
 
-    def prefill_cache(self, schedule: SkipSchedule, steps: int, spans: Sequence[Span | None]) -> PlannedCache:
-        """A cache through which the prefill of one sequence writes into its spans, one for each layer; None for a layer
-        that no generated token runs.
+    def read(self, starts: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """A copy of keys and values of one sequence, of `count` of its KV slots from `first` on.
+
+        Args:
+            starts: where the sequence begins in some layers [layers].
+
+        Returns:
+            [2, kv_heads, layers, count, head_dim], keys first.
         """
-        cache = PlannedCache(schedule, steps)
-        cache_layers: list[Any] = cache.layers
-        for layer, span in zip(cache_layers, spans, strict=True):
-            if span is not None:
-                part = slice(span.start, span.start + span.slots)
-                layer.hold(self.keys[None, :, part], self.values[None, :, part])
-        return cache
+        slots = self._indices(starts, first, count)
+        return torch.stack([self.keys[:, slots], self.values[:, slots]])
+
+    def write(self, starts: torch.Tensor, first: int, kept: torch.Tensor) -> None:
+        """Write keys and values that `read` has returned, from the slot `first` on."""
+        slots = self._indices(starts, first, kept.shape[3])
+        self.keys[:, slots], self.values[:, slots] = kept
+
+    def _indices(self, starts: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        device = self.keys.device
+        return starts.to(device, torch.int64)[:, None] + torch.arange(first, first + count, device=device)
 
     @property
     def free_regions(self) -> int:

@@ -246,9 +246,9 @@ class EngineSequence:
 
     @property
     def slots(self) -> list[int]:
-        """KV slots needed in each layer: those of the prompt and of all tokens that run it, or 0 if none does."""
-        prompt_length = self.prompt.shape[1]
-        return [prompt_length + cutoff if cutoff else 0 for cutoff in self.cutoffs]
+        """KV slots needed in each layer: those of the prompt and of all new tokens that run it, or 0 if none does."""
+        prompt_length, on_prompt = self.prompt.shape[1], set(self.schedule.prompt_layers)
+        return [prompt_length + cutoff if n in on_prompt else 0 for n, cutoff in enumerate(self.cutoffs)]
 
     def next_inputs(self, *, drafting: bool) -> list[TokenInput]:
         """The inputs of the next step: the last token, the last draft if `drafting`, or all drafts to be verified."""

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from skipdecode.fastpath.gpu_layer import MAX_ROWS, GpuLayer, gpu_layers
+from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers
 from skipdecode.fastpath.graph_capture import GraphRecorder, Replay
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.prompt_graphs import PROMPT_GRAIN, PromptGraph
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
+from skipdecode.kernels.on_gpu import MAX_ROWS
 from skipdecode.schedule.schedule import SkipSchedule
 
 # The maximum number of shapes that are kept for each model, each with a cache and a few graphs, and the maximum share

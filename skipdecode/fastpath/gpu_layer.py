@@ -4,10 +4,7 @@ The kernels add up in another order than torch's matrix products do. So where tw
 other one may be chosen.
 """
 
-import functools
-import warnings
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,11 +13,9 @@ from skipdecode.fastpath.cpu_steps import ACTIVATIONS
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.layer import FastLayer, Norm
 from skipdecode.fastpath.step_inputs import StepInputs
+from skipdecode.kernels import on_gpu
+from skipdecode.kernels.few_bits import FewBitLinear
 from skipdecode.kernels.linear import weight_of
-
-MAX_ROWS = 32  # rows of a step: for more of them, the time isn't bound by reading the weights any longer
-_SHARED_MEMORY = 96 * 1024  # bytes that a program with the largest tiles needs
-_TYPES = (torch.bfloat16, torch.float16)  # float32 is used to check results, which torch's products give exactly
 
 
 class GpuLayer:
@@ -38,11 +33,11 @@ class GpuLayer:
         self._arrived = arrived
         self._slot = slot
         sources = {**layer.sources, "up": [*layer.sources["gate"], *layer.sources["up"]]}
-        # The weights and biases of what is projected together, by the names of the parts.
-        self._parts = {
-            name: ([weight_of(part) for part in parts], [part.bias for part in parts])
-            for name, parts in sources.items()
-        }
+        if isinstance(layer.out, FewBitLinear):  # then queries, keys and values are one projection
+            gate = [] if layer.gate is None else [layer.gate]
+            sources = {"qkv": [layer.qkv], "out": [layer.out], "up": [*gate, layer.up], "down": [layer.down]}
+        # The weights, biases and scales of what is projected together, by the names of the parts.
+        self._parts = {name: _read(parts) for name, parts in sources.items() if parts}
         self._activation = ACTIVATIONS[layer.activation_name]
 
     def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
@@ -79,16 +74,23 @@ class GpuLayer:
     def _project(self, name: str, hidden: torch.Tensor, norm: Norm | None = None, **how: Any) -> torch.Tensor:
         if norm is not None and len(hidden) > 1:  # else each program would normalise all rows
             hidden, norm = self._kernels.normalise(hidden, norm), None
-        how |= {"norm": norm, "arrived": self._arrived}
-        projected: torch.Tensor = self._kernels.project(hidden, *self._parts[name], **how)
+        weights, biases, scales = self._parts[name]
+        how |= {"norm": norm, "arrived": self._arrived, "scales": scales}
+        projected: torch.Tensor = self._kernels.project(hidden, weights, biases, **how)
         return projected
+
+
+def _read(parts: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+    """The weights, biases and scales of projections; no scales of weights that are the model's own."""
+    biases, few = [part.bias for part in parts], isinstance(parts[0], FewBitLinear)
+    return [part.weight if few else weight_of(part) for part in parts], biases, [part.scale for part in parts if few]
 
 
 def gpu_layers(
     layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device, slot: torch.Tensor
 ) -> list[GpuLayer] | None:
     """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported."""
-    kernels = _kernels_on(device) if dtype in _TYPES else None
+    kernels = on_gpu.kernels_on(device) if dtype in on_gpu.HALF_PRECISION else None
     if kernels is None or not all(_supported(layer, dtype) for layer in layers):
         return None
     arrived = kernels.arrivals(device)
@@ -109,38 +111,3 @@ def _supported(layer: FastLayer, dtype: torch.dtype) -> bool:
         and all(norm.weight is not None for norm in norms)
         and all(tensor.dtype == dtype for tensor in tensors)
     )
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """The module of the kernels; None where Triton isn't installed, which comes with torch's builds for CUDA."""
-    try:
-        from skipdecode.kernels import gpu as kernels
-    except ImportError:
-        return None
-    return kernels
-
-
-@functools.cache
-def _kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels, for an NVIDIA device of compute capability 8.0 or more with enough shared memory; else None.
-
-    Triton compiles a kernel when it is first launched, which needs a C compiler; where that fails, a warning says so.
-    """
-    kernels = triton_kernels()
-    if kernels is None or device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    memory = properties.shared_memory_per_block_optin
-    if torch.cuda.get_device_capability(device) < (8, 0) or memory < _SHARED_MEMORY:
-        return None
-    try:
-        with torch.cuda.device(device):
-            rows = torch.zeros(MAX_ROWS, 2048, dtype=torch.float16, device=device)
-            for count in (1, 16, MAX_ROWS):  # each count runs another kernel, with the largest memory that it uses
-                kernels.project(rows[:count], [rows], [None], arrived=kernels.arrivals(device))
-            torch.cuda.synchronize()
-    except Exception as error:  # of Triton, of the compiler that it calls, of the driver
-        warnings.warn(f"decode steps run without the Triton kernels, which fail on this device: {error}", stacklevel=2)
-        return None
-    return kernels

@@ -35,8 +35,8 @@ class FastDecoder:
         model: a model that `FastPath.why_not` gives no reason against.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
             reads fastest, "int8" and "int4" with copies in 8 and 4 bits; "int4-int8-head" and "int8-int4-head" differ
-            in the LM head. All projections are copied. Copies need a CPU, and 4 bits need the compiled kernels
-            (`skipdecode.kernels.cpu`).
+            in the LM head. All projections are copied. Packed copies need a CPU, and 4 bits there the compiled kernels
+            (`skipdecode.kernels.cpu`); on a GPU 8 and 4 bits need the Triton kernels (`skipdecode.kernels.gpu`).
         layers: the layers that can run, which must include the first one; None for all.
         before: an earlier decoder of the same model and weights, whose copies are used again.
     """
@@ -208,18 +208,25 @@ class FastDecoder:
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
         """
-        stop = _last_for_all(layers, stop)
         inputs = self.prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
-        if inputs.shown is not None:
-            flat = flat[inputs.shown]
+        return self.run_prompt(flat if inputs.shown is None else flat[inputs.shown], layers, cache, inputs, stop)
+
+    def run_prompt(
+        self, entered: torch.Tensor, layers: Sequence[int], cache: Any, inputs: PromptInputs, stop: int | None
+    ) -> torch.Tensor:
+        """As `prefill`, of tokens [tokens], or embeddings [tokens, hidden], whose `inputs` are prepared.
+
+        They may be the next tokens of prompts of which `cache` holds the tokens before.
+        """
+        stop = _last_for_all(layers, stop)
         native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
-        if native is not None and native.embeds and prompt.dim() == 2:
-            return self._ended(*native.prefill(flat, layers, cache, inputs, stop))
-        hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
+        if native is not None and native.embeds and entered.dim() == 1:
+            return self._ended(*native.prefill(entered, layers, cache, inputs, stop))
+        hidden = self._enter(entered, inputs) if entered.dim() == 2 else self.embed(entered, inputs)
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
-        return self._run_prompt(hidden, layers, cache, inputs, stop)
+        return self._run_layers(hidden, layers, cache, inputs, stop)
 
     def padded_prefill(
         self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int | None
@@ -228,18 +235,19 @@ class FastDecoder:
 
         It runs the same operations for every prompt of a shape, and none of them waits for the device.
         """
-        return self._run_prompt(self.embed(tokens, inputs), layers, cache, inputs, _last_for_all(layers, stop))
+        return self._run_layers(self.embed(tokens, inputs), layers, cache, inputs, _last_for_all(layers, stop))
 
-    def _run_prompt(
+    def _run_layers(
         self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
     ) -> torch.Tensor:
         for index in layers[:stop]:
-            hidden = self.layers[index](hidden, cache.layers[index], inputs)
+            hidden = self.layers[index](hidden, cache.layers[index], inputs.of_layer(index))
         last, of_last = inputs.last, inputs.for_last_tokens()
         for index in layers[stop:-1]:
-            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_last, last))
+            of_layer = of_last.of_layer(index)
+            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_layer, last))
         top = layers[-1]
-        return self.logits(self.layers[top](hidden, cache.layers[top], of_last, last))
+        return self.logits(self.layers[top](hidden, cache.layers[top], of_last.of_layer(top), last))
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
         """Logits in the model's type, from what the kernels returned."""

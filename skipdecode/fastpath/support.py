@@ -195,7 +195,10 @@ def _changed_modules(model: PreTrainedModel, modules: Iterable[nn.Module]) -> st
         if kind in kinds:
             continue
         kinds.add(kind)
-        if not kind.__module__.startswith(("torch.nn.modules.", "transformers.")):
+        home = kind.__module__
+        # transformers.integrations has the projections of models that other libraries quantised.
+        known = home.startswith(("torch.nn.modules.", "transformers.")) and ".integrations." not in home
+        if not known:
             return f"{_name_of(module, model)} is a {kind.__name__}"
         if not _is_libraries(kind.forward):
             return f"the forward of {kind.__name__} is replaced"

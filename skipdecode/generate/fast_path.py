@@ -21,6 +21,7 @@ from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.internals import has_bfloat16_on_cpu
 from skipdecode.kernels.cpu import kernels
 from skipdecode.kernels.linear import Weights
+from skipdecode.kernels.on_gpu import HALF_PRECISION, kernels_on
 from skipdecode.schedule.machine_profile import Profile
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -76,12 +77,21 @@ class FastPath:
                 self._origin = Fingerprint(look)
             if weights not in self._decoders:
                 self._decoders[weights] = FastDecoder(self.model, weights)
+                if weights != "model" and self.model.device.type == "cuda":
+                    torch.cuda.empty_cache()  # free what rounding took, as caches get a share of the free memory
             return self._decoders[weights]
 
     def _check_weights(self, weights: Weights) -> None:
         if weights not in get_args(Weights):
             raise unknown("weights", str(weights), get_args(Weights))
         device, dtype = self.model.device, self.model.dtype
+        if weights.startswith("int") and device.type == "cuda":
+            if kernels_on(device) is None or dtype not in HALF_PRECISION:
+                raise ConfigError(
+                    f"weights={weights!r} on a GPU needs the Triton kernels, which run on NVIDIA GPUs of compute "
+                    f"capability 8.0 or newer, and a model in bfloat16 or float16; this one is in {dtype} on {device}"
+                )
+            return
         if weights != "model" and (device.type != "cpu" or not torch.backends.mkldnn.is_available()):
             raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {device}")
         if weights == "packed" and dtype not in (torch.float32, torch.bfloat16):

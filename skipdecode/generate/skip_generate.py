@@ -81,11 +81,12 @@ def skip_generate(
             `lossless` for "decode", because prompts then run every layer.
         strict: whether a speedup that can't be reached is an error.
         weights: the form of the weights that the prefill and the decode steps use. "packed" (on CPU, in float32 and
-            bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4" (on CPU): copies in 8 or
-            4 bits, and activations in 8; "int4-int8-head" and "int8-int4-head": layers in one and the LM head in the
-            other. 4 bits need the compiled kernels (`skipdecode.kernels.cpu`). "model": no copies. By default "packed"
-            if it is supported and the copies fit in half of the free memory, else "model". The first call makes the
-            copies, later ones reuse them.
+            bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4": copies in 8 or 4 bits,
+            and on CPU activations in 8; "int4-int8-head" and "int8-int4-head": layers in one and the LM head in the
+            other. On CPU 4 bits need the compiled kernels (`skipdecode.kernels.cpu`), on a GPU both need the Triton
+            kernels (`skipdecode.kernels.gpu`) and bfloat16 or float16. "model": no copies. By default "packed" if it is
+            supported and the copies fit in half of the free memory, else "model". The first call makes the copies,
+            later ones reuse them.
         cuda_graphs: whether steps on the fast path are replayed as CUDA graphs (`skipdecode.fastpath.cuda_graphs`),
             which later calls of the same shape reuse; by default on CUDA, unless the attention has a sliding window.
             True also replays short prompts (`skipdecode.fastpath.prompt_graphs`), which hasn't run on a GPU yet.

@@ -31,6 +31,13 @@ class RowLengths(StoppingCriteria):
         return self._max_lengths <= input_ids.shape[1]
 
 
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a sequence: the tokenizer's end token, and those of the model's generation settings."""
+    configured = model.generation_config.eos_token_id
+    of_model = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *of_model]))
+
+
 def limited_config(config: GenerationConfig, criteria: StoppingCriteriaList) -> GenerationConfig:
     """The config with the `max_length` of a caller's own `MaxLengthCriteria`, if there is one."""
     limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]

@@ -10,7 +10,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from skipdecode.internals import has_bfloat16_on_cpu, pack, packed_linear_operator
+from skipdecode.kernels import on_gpu
 from skipdecode.kernels.cpu import NativeLinear, kernels
+from skipdecode.kernels.few_bits import FewBitLinear
 from skipdecode.kernels.int8 import Int8Linear
 
 Weights = Literal["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
@@ -54,14 +56,17 @@ def packed_linear(projection: Any) -> Linear:
 
 
 def int8_linear(projection: Any) -> Linear:
-    """A projection with 8-bit weights, by the compiled kernels where there are any, else by oneDNN."""
-    weight, bias = weight_of(projection), projection.bias
+    """A projection with 8-bit weights, on a CPU by the compiled kernels where there are any, else by oneDNN."""
+    weight, bias, on_device = weight_of(projection), projection.bias, on_gpu.kernels_on(projection.weight.device)
+    if on_device is not None:
+        return FewBitLinear(weight, bias, 8, on_device)
     return NativeLinear(weight, bias, "int8") if kernels() is not None else Int8Linear(weight, bias)
 
 
 def int4_linear(projection: Any) -> Linear:
-    """A projection with 4-bit weights, by the compiled kernels."""
-    return NativeLinear(weight_of(projection), projection.bias, "int4")
+    """A projection with 4-bit weights, by the kernels for its device."""
+    weight, bias, on_device = weight_of(projection), projection.bias, on_gpu.kernels_on(projection.weight.device)
+    return NativeLinear(weight, bias, "int4") if on_device is None else FewBitLinear(weight, bias, 4, on_device)
 
 
 def project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:

@@ -5,6 +5,7 @@ analytical model counts both for everything that a step touches (the layers that
 that a target speedup is one of wall-clock time and not of the number of layers.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -249,17 +250,22 @@ class CostModel:
         """Count the parameters of a model, or of the model that a config describes (built on the meta device).
 
         Args:
-            model: a causal language model, wrapped or not, or a config.
+            model: a causal language model, wrapped or not, or a config. One that another library quantised counts like
+                its original.
             dtype: data type of weights and cache; default: the model's or the config's own, else float32.
 
         Raises:
             ConfigError: for a model without an LM head.
         """
         if isinstance(model, PretrainedConfig):
+            plain = copy.deepcopy(model)
+            plain.__dict__.pop("quantization_config", None)
             with torch.device("meta"):
-                built: nn.Module = AutoModelForCausalLM.from_config(model)
+                built: nn.Module = AutoModelForCausalLM.from_config(plain)
             return cls.of(built, dtype or getattr(model, "dtype", None) or torch.float32)
         inner: PreTrainedModel = unwrap(model)
+        if getattr(inner.config, "quantization_config", None) is not None:  # its parameters hold several weights each
+            return cls.of(inner.config, dtype or inner.dtype)
         layers = decoder_layers(inner)
         config = text_config(inner.config)
         head = inner.get_output_embeddings()

@@ -25,6 +25,7 @@ Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
 Placement = Literal["top", "bottom", "even", "ends", "order"]
 PromptPolicy = Literal["full", "max"]  # or a number of layers
 Over = Literal["decode", "all"]  # what a speedup measures: the time of decoding, or end-to-end (prefill + decode)
+Sampling = Literal["one", "sandwich", "all"]  # how many schedules a training step runs (skipdecode.training.sampling)
 
 # The default `decay_rate` of each decay that takes one.
 DEFAULT_RATES: dict[str, float] = {

@@ -36,6 +36,8 @@ def load_engine(options: ServerOptions, device: torch.device) -> tuple[Engine, A
         cache_bytes=round(options.cache_gb * 1e9) if options.cache_gb is not None else None,
         wave_rows=options.wave_rows,
         wave_seconds=options.wave_seconds,
+        wave_tokens=options.wave_tokens,
+        prefix_mib=options.prefix_mib,
         weights=options.weights,
     )
     return engine, tokenizer

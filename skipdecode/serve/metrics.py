@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from skipdecode.engine.engine import EngineState
+from skipdecode.engine.state import EngineState
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -74,11 +74,13 @@ class _EngineCollector(Collector):
             ("running", "Sequences that decode: the batch size", state.running),
             ("cache_columns", "KV slots, over all layers", state.slots),
             ("cache_columns_free", "Free KV slots", state.free_slots),
+            ("prefix_bytes", "Size of the keys and values of earlier prompts", state.prefix_bytes),
         ):
             yield GaugeMetricFamily(f"skipdecode_{name}", what, value)
         for name, what, value in (
             ("tokens", "Tokens generated", state.tokens),
-            ("prompt_tokens", "Prompt tokens run", state.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens computed", state.prompt_tokens),
+            ("prefix_tokens", "Prompt tokens that weren't, as an earlier prompt began alike", state.prefix_tokens),
             ("steps", "Decode steps", state.steps),
             ("step_tokens", "Tokens that decode steps ran; divided by steps, the mean batch size", state.step_tokens),
             (

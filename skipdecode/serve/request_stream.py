@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList
 
+from skipdecode.checkpoint.chat_template import chat_ids, render_chat
 from skipdecode.engine.engine import Engine, EngineClosed, EngineFull
 from skipdecode.engine.sequence import Answer, GeneratedToken
 from skipdecode.errors import ConfigError
@@ -25,7 +26,7 @@ from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
 from skipdecode.serve.token_penalties import TokenPenalties
-from skipdecode.serve.tool_calls import ToolCallParser, tool_template
+from skipdecode.serve.tool_calls import ToolCallParser, check_tool_template
 
 
 @dataclass
@@ -243,15 +244,14 @@ class RunningRequest:
         except (RecursionError, ValueError) as error:  # pydantic raises ValueError
             raise APIError(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
         _check_unicode("messages", text)
-        how: dict[str, Any] = {}
-        if tools := body.callable_tools:
-            how = {"tools": tools, "chat_template": tool_template(self._tokenizer, tools)}
+        tools = body.callable_tools
+        if tools:
+            check_tool_template(self._tokenizer, tools)
             _check_unicode("tools", json.dumps(tools, ensure_ascii=False))
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **how)
-        except Exception as error:  # chat templates are programs: they can raise anything
-            raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages, tools=tools or None))
+        except ConfigError as error:
+            raise APIError(400, str(error), param="messages") from error
 
     def _submit(self, prompts: Sequence[list[int]]) -> None:
         body, settings = self.body, self._settings

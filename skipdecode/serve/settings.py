@@ -90,6 +90,8 @@ class ServerOptions:
     rows: int = 32
     queue: int = 256
     cache_gb: float | None = None
+    prefix_mib: float = 512
+    wave_tokens: int = 256
     wave_rows: int = 1
     wave_seconds: float = 0.05
     max_new_tokens: int = 64

@@ -69,6 +69,9 @@ def test_outputs_of_one_token_take_no_decode_step(tmp_path: Path, kind: type[Ski
     found = system.decode([[5, 6, 7, 8], [9, 10]], max_new_tokens=1)
     assert found.lengths == [1, 1]
     assert found.steps == found.layers == found.batch_layers == found.read_bytes == 0
+    # As in the server, each end token of the model's generation settings ends a sequence, not only the tokenizer's.
+    checkpoint.model.generation_config.eos_token_id = list(range(checkpoint.model.config.vocab_size))
+    assert system.decode([[5, 6, 7, 8], [9, 10]], max_new_tokens=3).lengths == [1, 1]
 
 
 def test_a_calibration_during_an_evaluation_covers_its_prompt_and_output_lengths(tmp_path: Path) -> None:

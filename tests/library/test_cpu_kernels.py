@@ -25,6 +25,7 @@ from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.runners import LosslessRunner
 from skipdecode.kernels import cpu as native
 from skipdecode.kernels.cpu import CHOICE, NativeLinear, kernels
+from skipdecode.kernels.few_bits import round_to_4_bits
 from skipdecode.kernels.int8 import Int8Linear, round_to_8_bits
 
 if kernels() is None:
@@ -87,13 +88,9 @@ def packed_by_torch(weight: torch.Tensor, kind: str | None) -> tuple[torch.Tenso
         rounded, scale = round_to_8_bits(padded)
         return (rounded.view(torch.uint8) ^ 128).view(blocks, 16, -1, 4).transpose(1, 2), scale
     if kind == "int4":
-        groups = padded.view(len(padded), -1, 32)
-        largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))  # [out, groups, 1]
-        scale = (largest / -8).bfloat16()
-        divisor = scale.float()
-        levels = torch.where(divisor == 0, 0.0, groups / divisor).round().add(8).clamp(0, 15).to(torch.uint8)
+        rounded, scale = round_to_4_bits(padded)
         # outputs, groups, pairs, low and high, inputs
-        low, high = levels.view(blocks, 16, -1, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
+        low, high = (rounded + 8).view(torch.uint8).view(blocks, 16, -1, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
         return low | high << 4, scale.view(blocks, 16, -1).transpose(1, 2)
     return padded.view(blocks, 16, -1).transpose(1, 2), None
 

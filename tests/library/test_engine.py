@@ -19,10 +19,13 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.engine.engine import EngineClosed, EngineFull
 from skipdecode.engine.kv_pool import KVPool, Span
+from skipdecode.engine.model_runner import ModelRunner
+from skipdecode.engine.prefix_cache import BLOCK_TOKENS, PrefixCache
 from skipdecode.engine.ragged_inputs import nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer
 
 PROMPT = [5, 9, 30, 7]
+LONG = [4 + n * n % 57 for n in range(85)]
 FULL = SkipSchedule.full_depth(6)
 
 
@@ -196,6 +199,116 @@ def test_at_most_wave_tokens_of_prompts_run_between_two_steps() -> None:
         engine.step()
         running.append(engine.state.running)
     assert running == [2, 4, 5]
+
+
+def test_a_long_prompt_runs_in_chunks_while_each_other_sequence_gets_a_token_in_every_step() -> None:
+    engine, how = Engine(tiny("opt"), wave_tokens=13), {"schedule": FULL, "do_sample": False, "eos_token_id": None}
+    heard: list[list[Any]] = [[], []]
+    for tokens in heard:
+        engine.submit(PROMPT, max_new_tokens=40, listener=tokens.append, **how)
+    engine.step()
+    long = engine.submit(LONG, max_new_tokens=3, **how)
+    computed = []
+    while long.times.first is None:
+        before = engine.state.prompt_tokens, [len(tokens) for tokens in heard]
+        assert engine.step()
+        assert [len(tokens) for tokens in heard] == [count + 1 for count in before[1]]
+        computed.append(engine.state.prompt_tokens - before[0])
+    assert sum(computed) == len(LONG)
+    assert max(computed) <= 13
+    assert len(computed) == 7
+    assert engine.drain()
+    assert list(long.result(0).tokens) == alone(engine.model, LONG, {"max_new_tokens": 3, **how})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:4], ids=str)
+def test_waiting_prompts_run_in_one_batch_and_what_they_have_in_common_is_computed_once(
+    schedule: SkipSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, passes = Engine(tiny("llama")), []
+    prefill = ModelRunner.prefill
+
+    def counted(runner: ModelRunner, chunks: Any) -> Any:
+        passes.append([(chunk.start, chunk.end) for chunk in chunks])
+        return prefill(runner, chunks)
+
+    monkeypatch.setattr(ModelRunner, "prefill", counted)
+    how: Any = {"schedule": schedule, "max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    prompts = [LONG[:40] + [5 + n] * n for n in range(5)]
+    answers = [engine.submit(prompt, **how) for prompt in prompts]
+    assert engine.drain()
+    assert passes == [[(0, 40)], [(32, 40 + n) for n in range(1, 5)]]
+    assert (engine.state.prompt_tokens, engine.state.prefix_tokens) == (40 + sum(range(9, 13)), 4 * 32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.result(0).tokens) == alone(engine.model, prompt, how)
+
+
+@pytest.mark.parametrize("weights", ["packed", "int8"])
+@pytest.mark.parametrize("name", ["opt", "mistral"])
+def test_with_compiled_kernels_prompts_from_the_cache_and_in_chunks_give_the_same_logits(
+    name: str, weights: Any
+) -> None:
+    """Bit for bit, under each schedule: keys and values of other layers would give others."""
+    model: Any = tiny(name)
+    ids = torch.tensor([LONG])
+    how: Any = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    settings: Any = {**how, "attention_mask": torch.ones_like(ids), "weights": weights}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "custom_generate": skip_generate}
+    engine = Engine(model, weights=weights, wave_tokens=40)
+    schedules = [*SCHEDULES, SkipSchedule(6, 5, 3, prompt="max")]  # of as many layers as another one, but not the same
+    for first in (True, False):
+        answers = [engine.submit(LONG, schedule=schedule, logprobs=1, **how) for schedule in schedules]
+        before = engine.state.prefix_tokens
+        decode_all(engine)
+        computed = len({(schedule.prompt_layers, schedule.prompt_depth) for schedule in schedules}) if first else 0
+        assert engine.state.prefix_tokens - before == 80 * (len(schedules) - computed)
+        for schedule, answer in zip(schedules, answers, strict=True):
+            found = model.generate(ids, schedule=schedule, **settings)
+            expected = [float(logits[0].log_softmax(-1).max()) for logits in found.logits]
+            assert [generated.logprob for generated in answer] == expected, schedule
+
+
+def test_a_prompt_that_is_cancelled_between_two_chunks_frees_all_memory() -> None:
+    engine = Engine(tiny("opt"), wave_tokens=8)
+    answer = engine.submit(LONG, schedule=FULL, max_new_tokens=3)
+    engine.step()
+    engine.step()
+    assert 0 < engine.state.prompt_tokens < len(LONG)
+    assert engine.state.free_slots < engine.state.slots
+    answer.cancel()
+    assert not engine.step()
+    assert (answer.result(0).end, answer.result(0).tokens) == ("cancelled", ())
+    state = engine.state
+    assert (state.running, state.free_slots, state.free_regions) == (0, state.slots, 1)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.booleans()), max_size=30),
+    st.integers(1, 6),
+)
+def test_the_prefix_cache_keeps_its_bound_and_drops_the_least_recently_used_block_without_followers(
+    prompts: list[tuple[list[int], bool]], room: int
+) -> None:
+    cache = PrefixCache(max_bytes=8 * room)
+    used: list[tuple[int, ...]] = []  # the blocks of a naive cache, as all tokens up to their ends; the latest use last
+    for numbers, adds in prompts:
+        blocks = [tuple(numbers[: n + 1]) for n in range(len(numbers))]
+        prompt = [number for number in numbers for _ in range(BLOCK_TOKENS)] + [0]
+        keys = cache.keys(prompt, (0, 1), None)
+        assert len(keys) == len(blocks)
+        held = [int(block[0]) for block in cache.blocks(keys, 0)]
+        assert held == [hash(block) % 1000 for block in blocks if block in used]
+        if adds:
+            cache.add(keys, 0, [torch.tensor([hash(block) % 1000]) for block in blocks])
+        for block in blocks if adds else ():
+            while block not in used and len(used) == room and used[0] != block[: len(used[0])]:
+                del used[0]
+            if block not in used and len(used) < room:
+                used.append(block)
+            used = [each for each in used if each not in blocks] + [each for each in blocks[::-1] if each in used]
+        used = [each for each in used if each not in blocks] + [each for each in blocks[::-1] if each in used]
+        assert (len(cache), cache.nbytes) == (len(used), 8 * len(used))
+        assert cache.nbytes <= cache.max_bytes
 
 
 def test_a_full_queue_and_a_closed_engine_refuse_requests() -> None:

@@ -10,13 +10,17 @@ from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.integrations.bitnet import BitLinear
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.fastpath.model import alibi_slopes
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels import int8
+from skipdecode.kernels.few_bits import round_to_4_bits
 from skipdecode.kernels.int8 import Int8Linear
+from skipdecode.schedule.cost import CostModel
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -59,11 +63,16 @@ def test_weights_are_packed_by_default_where_copies_fit_in_half_of_the_free_memo
     assert fast_path(tiny_opt("opt", 6, seed=13).half()).usual_weights() == "model"
 
 
-def test_copied_weights_are_refused_on_other_devices_than_a_cpu() -> None:
+def test_copied_weights_are_refused_on_devices_that_have_no_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = tiny_opt.__wrapped__("opt", 2)
     for weights in ("packed", "int8"):
         with pytest.raises(ConfigError, match=f"weights='{weights}' needs a CPU with oneDNN, and the model is on meta"):
+            fast_path(model).decoder(weights)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr("skipdecode.generate.fast_path.kernels_on", lambda device: None)
+    for weights, words in (("packed", "a CPU with oneDNN, and"), ("int8", "the Triton kernels"), ("int4", "bfloat16")):
+        with pytest.raises(ConfigError, match=f"weights='{weights}'.* needs .*{words}"):
             fast_path(model).decoder(weights)
 
 
@@ -113,7 +122,9 @@ class Doubled(nn.Sequential):
         (lambda m: m.transformer.h[3].attn.train(), "transformer.h.3.attn is in training mode"),
         (lambda m: setattr(m.config, "add_cross_attention", True), "add_cross_attention=True"),
         (lambda m: m.transformer.h[2].half(), "of several types"),
-        (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
+        (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "weights are quantised (fp8)"),
+        (lambda m: setattr(m.config, "quantization_config", BitsAndBytesConfig()), "are quantised (bitsandbytes)"),
+        (lambda m: setattr(m.transformer.h[1].mlp, "c_fc", BitLinear(4, 4, False).eval()), "c_fc is a BitLinear"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
         (lambda m: m.transformer.h[1].mlp.register_forward_hook(lambda *_: None), "transformer.h.1.mlp has hooks"),
         (lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None), "h.1.ln_2 has hooks"),
@@ -208,6 +219,43 @@ def test_int8_logits_are_close_to_the_models_own(name: str) -> None:
     rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits
     for step in (0, 1):  # the prompt, and a step of decoding
         assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.1
+
+
+class GPTQLinear(nn.Module):
+    """As of another library: several weights in a value of a buffer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inputs = linear.in_features
+        rounded, self.scale = round_to_4_bits(linear.weight.detach())
+        self.register_buffer("qweight", rounded[:, ::2] + 8 | rounded[:, 1::2] << 4)
+        self.bias = linear.bias
+
+    def restored(self) -> torch.Tensor:
+        numbers = torch.stack([self.qweight & 15, (self.qweight >> 4) + 8], dim=2).flatten(1) - 8  # type: ignore[operator]
+        return (numbers * self.scale.float().repeat_interleave(32, dim=1))[:, : self.inputs]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.restored(), self.bias)
+
+
+def test_a_model_that_another_library_quantised_decodes_by_its_own_forward_pass_with_its_originals_schedules() -> None:
+    original, quantised = (fresh("opt") for _ in range(2))
+    for name, module in list(quantised.model.decoder.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            theirs = GPTQLinear(module).eval()
+            quantised.model.decoder.layers.set_submodule(name, theirs)
+            original.model.decoder.layers.get_submodule(name).weight.data = theirs.restored()
+    quantised.config.quantization_config = {"quant_method": "gptq"}
+    for schedule in SCHEDULES:
+        ours, theirs = (generate(model, [3, 7], schedule) for model in (quantised, original))
+        assert torch.equal(ours, theirs)
+    assert CostModel.of(quantised) == CostModel.of(original)
+    assert CostModel.of(quantised.config, torch.float32) == CostModel.of(original)
+    with pytest.raises(
+        ConfigError, match="weights is 'int8', which this model can't decode with: its weights are quant"
+    ):
+        generate(quantised, [3], SCHEDULES[0], weights="int8")
 
 
 def test_int8_is_refused_where_there_is_no_fast_path() -> None:

@@ -12,11 +12,14 @@ from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import SkipSchedule
-from skipdecode.fastpath import gpu_layer
-from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers, triton_kernels
+from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
-from skipdecode.kernels.linear import sizes
+from skipdecode.kernels import on_gpu
+from skipdecode.kernels.few_bits import FewBitLinear, round_to_4_bits
+from skipdecode.kernels.int8 import round_to_8_bits
+from skipdecode.kernels.linear import sizes, weight_of
+from skipdecode.kernels.on_gpu import triton_kernels
 
 # All but families with sliding windows, and with norms of queries and keys.
 SUPPORTED = sorted({*MODELS} - {"mistral", "qwen3"})
@@ -104,6 +107,46 @@ def test_projections_of_several_rows_equal_torchs_however_programs_share_them(
         assert not arrived.any()
 
 
+def restored(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """A weight [out, in] rounded to 8 or 4 bits, in float32."""
+    if bits == 8:
+        rounded, scale = round_to_8_bits(weight.float())
+        return rounded * scale[:, None]
+    rounded, scale = round_to_4_bits(weight.float())
+    return (rounded * scale.float().repeat_interleave(32, dim=1))[:, : weight.shape[1]]
+
+
+@pytest.mark.parametrize("device", [HERE, GPU])
+@pytest.mark.parametrize("rows", [1, 3, 17, 33])
+@pytest.mark.parametrize(("inputs", "outputs", "gated"), [(1100, 70, False), (333, 40, True)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_projections_in_few_bits_equal_those_of_the_rounded_weights(
+    bits: int, inputs: int, outputs: int, gated: bool, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: Any = triton_kernels()
+    if device == "cpu":  # as on a Hopper GPU
+        monkeypatch.setattr(kernels, "_processors", lambda device: 132)
+        monkeypatch.setattr(kernels, "_shared_memory", lambda device, of: 232448)
+    torch.manual_seed(rows)
+    x, residual = (torch.randn(rows, n, device=device).half() for n in (inputs, outputs))
+    weights, biases = (
+        [torch.randn(*n, device=device).half() for _ in range(1 + gated)] for n in ((outputs, inputs), (outputs,))
+    )
+    linears = [FewBitLinear(weight, bias, bits, kernels) for weight, bias in zip(weights, biases, strict=True)]
+    each = [x.float() @ restored(w, bits).T + bias.float() for w, bias in zip(weights, biases, strict=True)]
+    scale = max(float(one.abs().max()) for one in each)
+    for linear, one in zip(linears, each, strict=True):
+        torch.testing.assert_close(linear(x).float() / scale, one / scale, atol=2e-3, rtol=0)
+    if rows <= on_gpu.MAX_ROWS:
+        arrived = kernels.arrivals(torch.device(device))
+        how: Any = {"activation": 1, "gated": gated, "residual": residual, "arrived": arrived}
+        read: Any = [[getattr(linear, name) for linear in linears] for name in ("weight", "bias", "scale")]
+        found = kernels.project(x, *read[:2], scales=read[2], **how).float()
+        expected = (each[0].relu() * each[1] if gated else each[0].relu()) + residual.float()
+        torch.testing.assert_close(found / expected.abs().max(), expected / expected.abs().max(), atol=2e-3, rtol=0)
+        assert not arrived.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", MODELS)
@@ -126,9 +169,43 @@ def test_interpreted_steps_choose_the_tokens_of_torchs_operations(
     model: Any = fresh(name).half()
     schedule = SkipSchedule(len(FastDecoder(model).layers), 3, 2, horizon=2)
     expected = scored(model, lengths, schedule, cuda_graphs=False, max_new_tokens=4)
-    monkeypatch.setattr(gpu_layer, "_kernels_on", lambda device: kernels)
+    monkeypatch.setattr(on_gpu, "kernels_on", lambda device: kernels)
     check_tokens(scored(model, lengths, schedule, cuda_graphs=True, max_new_tokens=4), expected)
     assert attend.call_count == sum(schedule.budget(step) for step in range(3))
+
+
+@pytest.mark.parametrize("device", [HERE, GPU])
+@pytest.mark.parametrize(
+    ("name", "lengths", "weights"),
+    [
+        ("opt", [4], "int4"),
+        ("gpt2", [2, 5], "int8"),
+        ("llama", [2, 5], "int4-int8-head"),
+        ("gemma", [4], "int8"),
+        ("qwen3", [2, 35], "int4"),  # its layers are torch's operations, and its prompts have many tokens
+    ],
+)
+def test_steps_in_few_bits_choose_the_tokens_of_a_model_with_the_rounded_weights(
+    name: str, lengths: list[int], weights: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: Any = triton_kernels()
+    project = Mock(wraps=kernels.project)
+    model: Any = fresh(name).half().to(device)
+    schedule = SkipSchedule(len(FastDecoder(model).layers), 3, 2, horizon=2)
+    rounded = copy.deepcopy(model)
+    projections = [p for layer in FastDecoder(rounded).layers for parts in layer.sources.values() for p in parts]
+    bits = 4 if weights.startswith("int4") else 8
+    head = rounded.get_output_embeddings()
+    head.weight = torch.nn.Parameter(restored(head.weight, 4 if weights == "int4" else 8).half())  # no longer tied
+    with torch.no_grad():
+        for projection in projections:
+            weight_of(projection).copy_(restored(weight_of(projection), bits))
+    expected = scored(rounded, lengths, schedule, cuda_graphs=False, max_new_tokens=4)
+    if device == "cpu":
+        monkeypatch.setattr(on_gpu, "kernels_on", lambda device: kernels)
+    monkeypatch.setattr(kernels, "project", project)
+    check_tokens(scored(model, lengths, schedule, weights=weights, cuda_graphs=True, max_new_tokens=4), expected)
+    assert project.call_count > 4 * sum(schedule.budget(step) for step in range(3))
 
 
 def scored(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: Any) -> Any:

@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from skipdecode.training.sampling import Draw, ScheduleSampler
 from train.cli import main
-from train.sampling import Draw, ScheduleSampler
 
 
 def log_draws(folder: Path) -> None:

@@ -43,7 +43,10 @@ def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any)
     """
     draw = random.Random(seed)
     model: Any = fresh(name).to(dtype)
-    tested = Engine(model, **{"most_rows": 6, "cache_bytes": 200 * 2 * 32 * dtype.itemsize * DEPTH, **engine})
+    layer_bytes = 2 * 32 * dtype.itemsize  # of one token
+    sizes = {"most_rows": 6, "wave_tokens": 20, "cache_bytes": 300 * layer_bytes * DEPTH}
+    # The prefix cache holds a part of what these prompts could use.
+    tested = Engine(model, **{**sizes, "prefix_mib": 20 * 16 * layer_bytes * DEPTH / 2**20, **engine})
     submitted: list[tuple[list[int], dict[str, Any], Answer]] = []
     max_running = 0
     for number in range(requests):
@@ -59,6 +62,8 @@ def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any)
     assert max_running > 2, "sequences decoded one after another, so batching wasn't tested"
     assert (state.running, state.waiting, state.free_slots) == (0, 0, state.slots)
     assert state.free_regions == 1, "freed slots weren't merged into one region"
+    assert state.prefix_bytes <= 20 * 16 * layer_bytes * DEPTH
+    assert state.prefix_tokens > 0, "no prompt began like an earlier one, so the prefix cache wasn't tested"
     cancelled = 0
     for prompt, request, answer in submitted:
         found, expected = answer.result(0), alone(model, prompt, request)
@@ -67,11 +72,16 @@ def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any)
             cancelled += 1
         else:
             assert len(found.tokens) == len(expected), (prompt, request)
+    tested.close()
+    assert tested.state.prefix_bytes == 0
     return cancelled
 
 
 def _request(draw: random.Random, number: int) -> tuple[list[int], dict[str, Any]]:
     prompt = [draw.randrange(4, VOCABULARY) for _ in range(draw.randint(1, 14))]
+    if draw.random() < 0.5:  # a part of one of three texts comes first
+        chat = random.Random(draw.randrange(3))
+        prompt = [chat.randrange(4, VOCABULARY) for _ in range(60)][: draw.randint(1, 60)] + prompt
     request: dict[str, Any] = {"schedule": draw.choice(SCHEDULES), "max_new_tokens": draw.randint(1, MAX_NEW_TOKENS)}
     request["eos_token_id"] = draw.sample(range(2, VOCABULARY), draw.randint(1, 4))
     request["do_sample"] = draw.random() < 0.3

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import Example
-from data.batches import BatchCollator, encode_pairs, encode_prompts
+from data.batches import encode_pairs, encode_prompts
 from data.vocabulary import MIN_SIZE, train_tokenizer
 from skipdecode import ConfigError
 from skipdecode.checkpoint.loading import load_tokenizer
 from skipdecode.training.batch_layout import IGNORED, lay_out
+from skipdecode.training.collator import PromptCompletionCollator
 
 tokens = st.lists(st.integers(3, 60), min_size=1, max_size=12)
 EXAMPLES = [Example(str(n), f"slot: value {n}\n", (f"The value is {n}.", f"It says {n} – café")) for n in range(20)]
@@ -45,7 +46,7 @@ def test_an_example_gives_one_row_per_target_each_with_an_end_token() -> None:
     assert row["completion_ids"][-1] == tokenizer.eos_token_id
     assert tokenizer.decode(row["completion_ids"][:-1]) == EXAMPLES[1].targets[1]
     assert row["length"] == len(row["prompt_ids"]) + len(row["completion_ids"])
-    batch = BatchCollator(tokenizer.pad_token_id)(rows[:5])
+    batch = PromptCompletionCollator(tokenizer.pad_token_id)(rows[:5])
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.long
 
 

@@ -45,7 +45,7 @@ from train.recipe import load_recipe
         (["model.dtype=float16", "train.precision=bf16", "lora.r=4"], "needs a GPU: set model.dtype=bfloat16"),
         (["publish.public=true"], "publish.public is true and publish.repository is null: nothing is published"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
-        (["schedule.default_speedup=9"], "schedule.default_speedup is 9: it must lie between 1 and"),
+        (["schedule.default_speedup=9"], "default_speedup is 9: it must lie between 1 and"),
         (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected distinct targets"),
         (["evaluation.speedups=[1,1]"], "evaluation.speedups is [1, 1]"),
         (["evaluation.speedups=[1,90]"], "the evaluation after training would fail: speedup is 90"),

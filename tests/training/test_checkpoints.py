@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from small_checkpoints import flip
 from small_runs import SMALL, metrics, train_small, train_small_on
 
+import skipdecode.training.objective
 import train.cli
-import train.objective
 import train.run
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
@@ -167,14 +167,14 @@ def test_a_full_disk_stops_the_run_and_keeps_the_previous_checkpoint(tmp_path: P
 def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train.objective.completion_loss
+    original = skipdecode.training.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
         poisoned.calls += 1  # type: ignore[attr-defined]
         return original(*arguments, **options) * (float("nan") if poisoned.calls == 5 else 1)  # type: ignore[attr-defined]
 
     poisoned.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(train.objective, "completion_loss", poisoned)
+    monkeypatch.setattr(skipdecode.training.objective, "completion_loss", poisoned)
     folder = tmp_path / "run"
     overrides = ["train.max_steps=9", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
@@ -192,14 +192,14 @@ def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
 def test_weights_after_an_infinite_gradient_are_not_saved(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train.objective.completion_loss
+    original = skipdecode.training.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
         loss = original(*arguments, **options)  # finite, but its gradient won't be
         loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    monkeypatch.setattr(train.objective, "completion_loss", poisoned)
+    monkeypatch.setattr(skipdecode.training.objective, "completion_loss", poisoned)
     folder = tmp_path / "run"
     overrides = ["train.max_steps=2", "train.save_steps=1", "train.logging_steps=100", "schedule.speedups=[1]"]
     overrides.append(f"output.dir={folder}")

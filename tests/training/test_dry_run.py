@@ -20,6 +20,7 @@ import train.dry_run.duration
 import train.dry_run.rehearsal
 from data.batches import ROW_COLUMNS
 from skipdecode import SkipSchedule
+from skipdecode.training.sampling import Draw, ScheduleSampler
 from train.build import build_task
 from train.data_order import DataOrder
 from train.dry_run.duration import PlannedStep, choose_timed, estimate_seconds, plan_steps
@@ -27,7 +28,6 @@ from train.dry_run.rehearsal import dry_run
 from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe
 from train.run import run
-from train.sampling import Draw, ScheduleSampler
 from train.trainer import SkipTrainer
 
 # With dropout, because a dry run must not change the run's random numbers.

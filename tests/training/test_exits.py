@@ -15,10 +15,10 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import FAMILIES, Family, exit_head, register_family
 from skipdecode.training.batch_layout import IGNORED, lay_out
+from skipdecode.training.exits import run_exits
+from skipdecode.training.objective import DepthBands, Objective, unpack_batch
 from train.build import build_task, checkpoint_activations
 from train.dry_run.simulation import simulate_step
-from train.exits import run_exits
-from train.objective import DepthBands, Objective, unpack_batch
 from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe
 

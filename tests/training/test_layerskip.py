@@ -7,9 +7,9 @@ from torch.nn import functional
 
 from skipdecode.families import decoder_layers
 from skipdecode.training.batch_layout import IGNORED
-from train.exits import Exits
-from train.layer_dropout import add_layer_dropout, dropout_rates
-from train.objective import Objective, layerskip_weights
+from skipdecode.training.exits import Exits
+from skipdecode.training.layer_dropout import add_layer_dropout, dropout_rates
+from skipdecode.training.objective import Objective, layerskip_weights
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 8])

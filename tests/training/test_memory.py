@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import train.dry_run.memory
 from skipdecode import ConfigError, SkipSchedule
+from skipdecode.training.sampling import ScheduleSampler
 from train.build import model_config
 from train.dry_run.memory import MemoryEstimate, candidate_steps, estimate_memory
 from train.dry_run.simulation import SimulatedStep, simulate_step
 from train.recipe import Recipe, load_recipe
-from train.sampling import ScheduleSampler
 
 # Models that need several hundred megabytes, each dominated by another part of the estimate.
 SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -8,9 +8,9 @@ import torch
 
 from skipdecode import SkipSchedule
 from skipdecode.training.batch_layout import IGNORED
+from skipdecode.training.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
+from skipdecode.training.sampling import Draw
 from train.dry_run.work import step_work
-from train.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
-from train.sampling import Draw
 
 SCHEDULE = SkipSchedule(8, 6, 2, horizon=4)
 

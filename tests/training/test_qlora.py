@@ -95,6 +95,7 @@ def test_adapters_decode_on_their_base_in_4_bits_as_they_do_merged(base: Path, a
     found = tokens(plain, merged)
     assert torch.equal(found, tokens(load_model(str(apart)), apart))
     assert torch.equal(found, tokens(load(str(merged / "adapter"))[0], merged / "adapter"))
+    assert not hasattr(load_model(str(apart), quantization_config=None).config, "quantization_config")
     assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
     both = [
         json.loads((folder / name).read_text())

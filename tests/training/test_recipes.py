@@ -17,7 +17,7 @@ from train.prepare import recipe_sampler
 from train.recipe import RECIPES, load_recipe, recipe_names
 
 TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
-FOLDERS = {"text": ["data.path=."]}  # it isn't read, but that recipe has none of its own
+FOLDERS = {name: ["data.path=."] for name in ("text", "chat-smollm2-135m")}  # not read, but needed by these tasks
 
 
 def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
@@ -25,7 +25,7 @@ def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
     for task in ("e2e", "webnlg", "viggo", "tldr", "cnndm"):
         named |= {f"{task}-opt-{size}{kind}" for size in ("1.3b", "6.7b") for kind in ("", "-lora")}
         named.add(f"{task}-opt-6.7b-qlora")
-    named |= {f"{task}-smollm2-135m" for task in ("e2e", "tldr", "cnndm")}
+    named |= {f"{task}-smollm2-135m" for task in ("e2e", "tldr", "cnndm", "chat")}
     assert named == set(recipe_names())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
-from train.sampling import ScheduleSampler, make_sampler
+from skipdecode.training.sampling import ScheduleSampler, make_sampler
 
 COST = CostModel(12, 1000, 500, 10, 100, 20, 4)
 SOLVER = {"horizon": 16}
@@ -31,7 +31,7 @@ def test_sampled_schedules_depend_only_on_seed_and_step(seed: int, steps: list[i
 
 def test_a_process_with_another_hash_seed_samples_the_same_schedules() -> None:
     code = (
-        "from train.sampling import ScheduleSampler;"
+        "from skipdecode.training.sampling import ScheduleSampler;"
         "s = ScheduleSampler((1., 2., 3.), (1, 2, 3), (1., 2., 3.), 5); print([s.at(n)[0].speedup for n in range(50)])"
     )
     here = ScheduleSampler((1.0, 2.0, 3.0), (1, 2, 3), (1.0, 2.0, 3.0), 5)  # type: ignore[arg-type]

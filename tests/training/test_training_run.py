@@ -16,17 +16,18 @@ from small_runs import SMALL, metrics, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import eval.cli
+import skipdecode.training.figures
 import train.checkpoints
 import train.cli
 import train.trainer
 from data import load_task
-from data.batches import BatchCollator
 from data.rows import encode_task
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint.loading import load, load_tokenizer
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate import remote_entry as hub
 from skipdecode.schedule.lengths import Lengths, LengthsByPrompt
+from skipdecode.training.collator import PromptCompletionCollator
 from train.build import build_model, build_task
 from train.finish import measure_lengths
 from train.output import check_folder
@@ -135,7 +136,7 @@ def test_the_logged_speed_excludes_validation_and_checkpoints(tmp_path: Path, mo
 
         monkeypatch.setattr(owner, name, timed)
 
-    monkeypatch.setattr(train.trainer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(skipdecode.training.figures, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     takes(train.trainer.SkipTrainer, "training_step", 1)
     takes(train.trainer.SkipTrainer, "prediction_step", 100)
     takes(train.checkpoints, "write_checksums", 100)
@@ -300,7 +301,7 @@ def first_outputs(recipe: Recipe) -> tuple[Any, torch.Tensor, torch.Tensor, torc
     task = build_task(recipe)
     model, tokenizer = build_model(recipe, task.load("train"))
     rows = encode_task(task, tokenizer, max_prompt_tokens=96, max_completion_tokens=64).rows
-    batch = BatchCollator(tokenizer.pad_token_id)(list(rows))
+    batch = PromptCompletionCollator(tokenizer.pad_token_id)(list(rows))
     prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
     full = model(**batch).logits.log_softmax(-1)
     lengths = {"prompt_lengths": map(len, rows["prompt_ids"]), "lengths": map(len, rows["completion_ids"])}

@@ -8,11 +8,11 @@ from itertools import groupby
 import numpy as np
 
 from data.rows import row_lengths
+from skipdecode.training.mixin import validated_draws
+from skipdecode.training.sampling import Draw
 from train.data_order import DataOrder
 from train.dry_run.work import FORWARD_SHARE, step_work
 from train.prepare import Prepared
-from train.sampling import Draw
-from train.trainer import validated_draws
 
 PLANNED_STEPS = 1000  # maximum number of steps, evenly spaced over the run, whose work is computed
 TIMED_STEPS = 8  # number of them that are timed, from the lightest to the heaviest

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from skipdecode.training.sampling import ScheduleSampler
 from train.distributed import read_deepspeed
 from train.dry_run.simulation import SimulatedStep, simulate_step
 from train.recipe import Recipe
-from train.sampling import ScheduleSampler
 
 LIVE_PARAMETERS = 1_000_000_000  # maximum number of gathered parameters on a device with ZeRO-3: DeepSpeed's default
 

@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
 from eval.console import make_console
+from skipdecode.training.sampling import Draw, ScheduleSampler
 from train.build import build_task
 from train.distributed import is_first_process, whole_weights
 from train.dry_run.duration import ROUNDS, choose_timed, estimate_seconds, plan_steps, validation_work
@@ -26,7 +27,6 @@ from train.output import check_folder
 from train.prepare import describe_schedules, make_arguments, make_trainer, prepare, warn_left_out
 from train.publish.parcel import check_publish
 from train.recipe import Recipe
-from train.sampling import Draw, ScheduleSampler
 
 GIB = 2**30
 

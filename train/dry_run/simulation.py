@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
 from skipdecode.training.batch_layout import lay_out
+from skipdecode.training.step import step_losses
 from train.build import as_it_trains
 from train.dry_run.four_bit_linear import FourBitLinear, store_in_four_bits
-from train.objective import Objective
+from train.objective import recipe_objective
 from train.recipe import Recipe
-from train.trainer import step_losses
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,7 +97,7 @@ def simulate_step(
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         live.start(trainable, accumulated=recipe.train.gradient_accumulation_steps > 1)
         batch = lay_out([[0] * prompt_columns] * rows, [[0] * new_tokens] * rows, pad_token=0)
-        for loss in step_losses(model, batch, schedules, Objective.of(recipe.optim), autocast=autocast):
+        for loss in step_losses(model, batch, schedules, recipe_objective(recipe.optim), autocast=autocast):
             loss.backward()
     packed = [module for module in model.modules() if isinstance(module, FourBitLinear)]
     four_bit = sum(module.in_features * module.out_features for module in packed)

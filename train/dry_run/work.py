@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from train.sampling import Draw
+from skipdecode.training.sampling import Draw
 
 FORWARD_SHARE = 1 / 3  # cost of a forward pass, as a share of a forward and backward pass
 

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.errors import ConfigError
+from skipdecode.schedule.cost import CostModel
 from skipdecode.schedule.machine_profile import Profile
-from train.recipe import Sampling
+from skipdecode.schedule.schedule import Sampling, SkipSchedule
 
 # A range is represented by this many evenly spaced targets, so that the checkpoint can save a schedule for each.
 RANGE_TARGETS = 31
@@ -56,6 +57,16 @@ class ScheduleSampler:
         draws = [Draw(self.speedups[index], self.schedules[index]) for index in ends]
         return tuple(sorted(draws, key=lambda draw: draw.speedup))
 
+    def schedules_at(self, step: int) -> tuple[SkipSchedule, ...]:
+        """The schedules that a step (0-based) runs, slowest first."""
+        return tuple(draw.schedule for draw in self.at(step))
+
+    def skip_config(
+        self, solver: Mapping[str, Any], base_model: str | None = None, task: Mapping[str, Any] | None = None
+    ) -> SkipConfig:
+        """What a checkpoint that is trained under these schedules saves; arguments as in `SkipConfig`."""
+        return SkipConfig(dict(zip(self.speedups, self.schedules, strict=True)), solver, task or {}, base_model)
+
 
 def make_sampler(
     cost: CostModel,
@@ -88,18 +99,17 @@ def make_sampler(
     """
     if sum(given is not None for given in (speedups, speedup_range, schedules)) != 1:
         raise ConfigError(
-            "schedule needs exactly one of speedups (a list), speedup_range ([lowest, highest]) and files; "
-            "set the others to null"
+            "schedules need exactly one of speedups (a list), speedup_range ([lowest, highest]) and schedules (files, "
+            "in a recipe)"
         )
     if speedup_range is not None:
         if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1] < math.inf:
             raise ConfigError(
-                f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 <= lowest < highest"
+                f"speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 <= lowest < highest"
             )
         if sampling == "all":
             raise ConfigError(
-                f"schedule.sampling is 'all' with schedule.speedup_range, which means {RANGE_TARGETS} targets: list "
-                "fewer in schedule.speedups"
+                f"sampling is 'all' with speedup_range, which means {RANGE_TARGETS} targets: list fewer in speedups"
             )
         low, high = speedup_range
         between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
@@ -110,15 +120,15 @@ def make_sampler(
         speedups = [round(bound.speedup(schedule, over=config.over), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
-        raise ConfigError("schedule has no targets: set at least one target or file, such as schedule.speedups=[1,2,4]")
+        raise ConfigError("there are no target speedups: list at least one target or schedule, such as speedups=[1,2]")
     if len(set(speedups)) != len(speedups):
         raise ConfigError(
-            f"schedule targets are {list(speedups)}: list each once, and use schedule.weights to sample one more often"
+            f"target speedups are {list(speedups)}: list each once, and use weights to sample one more often"
         )
     weights = [1.0] * len(speedups) if weights is None else weights
     if len(weights) != len(speedups) or not all(w > 0 for w in weights) or not sum(weights) < math.inf:
         raise ConfigError(
-            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights above 0; remove a target that "
+            f"weights is {list(weights)}: expected {len(speedups)} weights above 0; remove a target that "
             "should never be sampled"
         )
     return ScheduleSampler(
@@ -130,11 +140,36 @@ def make_sampler(
     )
 
 
+def settings_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
+    """The solver settings with which other batch sizes and speeds get schedules of the same kind as these.
+
+    Raises ConfigError where the schedules differ in such a setting.
+    """
+    skipping = [schedule for schedule in schedules if schedule.skips]
+    if not skipping:
+        return {}
+    kind: dict[str, Any] = {}
+    for name in ("placement", "order", "decay", "decay_rate", "warmup_layers", "prompt_stop"):
+        values = list(dict.fromkeys(getattr(schedule, name) for schedule in skipping))
+        if len(values) > 1:
+            raise ConfigError(
+                f"the schedules differ in {name} ({values[0]} and {values[1]}): a checkpoint needs a single value to "
+                "solve schedules for other batch sizes; train one checkpoint for each value"
+            )
+        kind |= {name: values[0]} if values[0] is not None else {}
+    if "order" in kind:
+        kind["order"] = list(kind["order"])  # a list, as JSON reads it back
+    prompts = [schedule.prompt for schedule in skipping]
+    layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # the solver may have lowered some
+    kind["prompt"] = "full" if "full" in prompts else max(layers) if layers else "max"
+    return kind
+
+
 def default_speedup(requested: float | None, speedups: Collection[float]) -> float | None:
     """The speed at which a checkpoint decodes where the caller names none.
 
     Args:
-        requested: the recipe's setting; None: USUAL_SPEEDUP, or the nearest trained target.
+        requested: the speed that the user chose; None: USUAL_SPEEDUP, or the nearest trained target.
         speedups: the trained targets.
 
     Returns:
@@ -149,7 +184,7 @@ def default_speedup(requested: float | None, speedups: Collection[float]) -> flo
     slowest, fastest = min(speedups, default=1.0), max(speedups, default=1.0)
     if requested is not None and not slowest <= requested <= fastest:
         raise ConfigError(
-            f"schedule.default_speedup is {requested:g}: it must lie between {slowest:g} and {fastest:g}, the slowest "
+            f"default_speedup is {requested:g}: it must lie between {slowest:g} and {fastest:g}, the slowest "
             "and the fastest trained target"
         )
     speedup = min(max(USUAL_SPEEDUP, slowest), fastest) if requested is None else requested

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipdecode import ConfigError
+from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, exit_head
 
 
