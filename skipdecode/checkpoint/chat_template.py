@@ -11,7 +11,6 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template: str | None = None,
     generation_prompt: bool = True,
 ) -> str:
     """The text of a conversation.
@@ -20,7 +19,6 @@ def render_chat(
         tokenizer: a tokenizer with a chat template.
         messages: the messages, each with a role and its content as text.
         tools: JSON schemas of functions that the model may call; None: no tools.
-        chat_template: the template, where the tokenizer has several; None: its default one.
         generation_prompt: whether the start of the next answer is added.
 
     Raises:
@@ -31,7 +29,6 @@ def render_chat(
             tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,
-                chat_template=chat_template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )

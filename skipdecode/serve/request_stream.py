@@ -26,7 +26,7 @@ from skipdecode.serve.prompt_scores import PromptScorer
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
 from skipdecode.serve.token_penalties import TokenPenalties
-from skipdecode.serve.tool_calls import ToolCallParser, tool_template
+from skipdecode.serve.tool_calls import ToolCallParser, check_tool_template
 
 
 @dataclass
@@ -244,12 +244,12 @@ class RunningRequest:
         except (RecursionError, ValueError) as error:  # pydantic raises ValueError
             raise APIError(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
         _check_unicode("messages", text)
-        how: dict[str, Any] = {}
-        if tools := body.callable_tools:
-            how = {"tools": tools, "chat_template": tool_template(self._tokenizer, tools)}
+        tools = body.callable_tools
+        if tools:
+            check_tool_template(self._tokenizer, tools)
             _check_unicode("tools", json.dumps(tools, ensure_ascii=False))
         try:
-            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages, **how))
+            return chat_ids(self._tokenizer, render_chat(self._tokenizer, messages, tools=tools or None))
         except ConfigError as error:
             raise APIError(400, str(error), param="messages") from error
 

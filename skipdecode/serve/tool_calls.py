@@ -13,12 +13,8 @@ _START, _END = "<tool_call>", "</tool_call>"
 _UNDECIDED = re.compile(r"\s*" + "".join(f"(?:{re.escape(mark)}" for mark in _START) + ")?" * len(_START) + r"$")
 
 
-def tool_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The chat template that renders these tools.
-
-    Raises:
-        ConfigError: unless it is one that has models write their calls in the form that `ToolCallParser` reads.
-    """
+def check_tool_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless the chat template has calls written in the form that `ToolCallParser` reads."""
     try:
         template = str(tokenizer.get_chat_template(tools=list(tools)))
     except ValueError:  # there are several templates, none of which is a default
@@ -27,7 +23,6 @@ def tool_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         raise ConfigError(
             f"tools are given: this checkpoint's chat template has none, or none whose calls stand in {_START} as JSON"
         )
-    return template
 
 
 class ToolCallParser:

@@ -399,7 +399,7 @@ def test_what_open_webui_sends_is_answered(server: Server) -> None:
     assert last["usage"] == whole["usage"]
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
     assert text == whole["choices"][0]["message"]["content"]
-    title = {"model": "tiny", "messages": messages[-1:], "stream": False, "max_completion_tokens": 300}
+    title = {"model": "tiny", "messages": messages[-1:], "stream": False, "max_completion_tokens": 16}
     assert server.text(True, title)
 
 
