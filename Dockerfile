@@ -1,11 +1,11 @@
-# A server on CPUs, or with --build-arg DEVICE=cuda on NVIDIA GPUs; --build-arg EXTRAS=serve,ray adds Ray Serve.
+# A server on CPUs, or with --build-arg DEVICE=cuda on NVIDIA GPUs; --build-arg EXTRAS=serve,json,ray adds Ray Serve.
 #
 #   docker build -t skipdecode .
 #   docker run -p 8000:8000 -e SKIPDECODE_API_KEY -v "$PWD/outputs/quickstart:/model:ro" skipdecode /model --speedup 3
 
 FROM python:3.12-slim
 ARG DEVICE=cpu
-ARG EXTRAS=serve
+ARG EXTRAS=serve,json
 
 # g++ compiles the CPU kernels here, and on GPUs Triton's launchers when the server starts.
 RUN apt-get update \

@@ -224,6 +224,9 @@ def test_the_example_trains_a_model_that_decodes_at_its_speeds(tmp_path: Path) -
         ({}, {"teacher": torch.nn.Linear(1, 1)}, "teacher and objective.frozen_teacher go together"),
         ({}, {"default_speedup": 9}, "default_speedup is 9: it must lie between 1 and 2"),
         ({}, {"speedups": None}, "schedules need exactly one of speedups"),
+        ({}, {"objective": Objective(exits=True)}, "objective.exits trains exits in one pass at full depth: it needs"),
+        ({}, {"sampler": object()}, "sampler and skip_config go together, in place of speedups and schedules"),
+        ({}, {"sampler": object(), "skip_config": object()}, "in place of speedups and schedules"),
     ],
 )
 def test_what_breaks_the_layout_or_would_have_no_effect_is_refused_before_training(
