@@ -14,8 +14,8 @@ from eval.score import registry
 from eval.score.bootstrap import interval, resample
 from eval.score.metric import Statistics, Texts
 
-# The metrics whose statistics of batches add up to those of the whole.
-METRICS = tuple(metric.name for metric in registry.METRICS.values() if metric.adds_up)
+# The metrics against references whose statistics of batches add up to those of the whole.
+METRICS = tuple(m.name for m in registry.METRICS.values() if m.adds_up and m.against == "references")
 
 Items = list[list[float]]  # for each prompt, the numbers whose sums over prompts determine the metric
 

@@ -227,7 +227,7 @@ def test_every_setting_is_trained_with_every_seed(tmp_path: Path, monkeypatch: p
 
 def test_overrides_after_the_option_settings_are_refused_before_training(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path), "--seeds", "0", "--settings", "optim.warmup_steps=1", "schedule.speedups=null"]
-    with pytest.raises(ConfigError, match="needs exactly one of speedups"):
+    with pytest.raises(ConfigError, match="need exactly one of speedups"):
         start(settings, *words)
     assert not list(tmp_path.iterdir())
 

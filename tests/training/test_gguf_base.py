@@ -46,8 +46,8 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def without_a_trace(run: Path) -> bool:
     """Whether only the recipe mentions the GGUF file (reports list packages, and code is the library's own)."""
-    code = {run / "eval", run / "custom_generate"}
-    files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.parent not in code}
+    code = {"eval", "custom_generate"}
+    files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.parent.name not in code}
     said = {file for file, content in files.items() if b"gguf" in content.lower() or TITLE.encode() in content}
     return said == {run / "recipe.yaml"}
 

@@ -84,7 +84,7 @@ def test_targets_of_a_range_equal_their_printed_values() -> None:
     [
         ({"speedup_range": [1, 2]}, "exactly one of"),
         ({"speedups": None}, "exactly one of"),
-        ({"speedups": []}, "has no targets"),
+        ({"speedups": []}, "list at least one target"),
         ({"speedups": [2, 2]}, "list each once"),
         ({"speedups": None, "schedules": [SkipSchedule(24, 8, 4)]}, "is for 24 layers, the model has 12"),
         ({"weights": [1, 2]}, "expected 3 weights"),

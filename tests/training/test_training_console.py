@@ -70,7 +70,7 @@ def test_a_warm_up_as_long_as_the_run_gives_a_warning(
     batch = {"train_batch_size": 16, "gradient_accumulation_steps": 1, "world_size": 1}
     encoded: Any = SimpleNamespace(rows=range(305), prompts_cut=0, completions_cut=0)  # 20 steps of 16 an epoch
     arguments, nothing = SimpleNamespace(**length, **batch), None
-    others: Any = (nothing, encoded, nothing, nothing, SimpleNamespace(solver={}), arguments)
+    others: Any = (nothing, encoded, nothing, nothing, SimpleNamespace(solver={}, base_weights=None), arguments)
     prepared = train.prepare.Prepared(torch.nn.Linear(2, 2), *others)
     console = plain()
     train.prepare.introduce(console, "a recipe", prepared)
