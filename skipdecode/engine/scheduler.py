@@ -201,15 +201,15 @@ class Scheduler:
             allocated = self._pool.allocate([count for count in counts if count])
             if allocated is None:
                 return
-            with self._lock:
-                self.waiting.popleft()
             sequence.answer.times.admitted = time.monotonic()
             row, unassigned, schedule = self._free_rows.pop(), iter(allocated), sequence.schedule
             spans = [next(unassigned) if count else None for count in counts]
             self.starts[row] = torch.tensor([span.start if span is not None else 0 for span in spans])
             keys = self._prefixes.keys(sequence.prompt[0].tolist(), schedule.prompt_layers, schedule.prompt_stop)
             running = RunningSequence(sequence, spans, row, self.starts[row], keys)
-            self.running.append(running)
+            with self._lock:  # whoever waits for all requests to end must see it in one of the two
+                self.waiting.popleft()
+                self.running.append(running)
             yield running
 
     def schedule(self) -> list[list[tuple[RunningSequence, TokenInput]]]:

@@ -417,6 +417,25 @@ def test_drain_returns_false_if_the_engine_closes_or_fails_meanwhile(
     assert found == [False]
 
 
+def test_drain_also_waits_for_a_request_that_is_just_being_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny("opt")) as engine:
+        keys, drained = engine._prefixes.keys, threading.Event()
+
+        def drain() -> None:
+            engine.drain()
+            drained.set()
+
+        def admitted_slowly(*args: Any) -> list[bytes]:
+            threading.Thread(target=drain, daemon=True).start()
+            assert not drained.wait(0.2)
+            return keys(*args)
+
+        monkeypatch.setattr(engine._prefixes, "keys", admitted_slowly)
+        answer = engine.submit(PROMPT, schedule=FULL, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert len(answer.result(10).tokens) == 3
+        assert drained.wait(10)
+
+
 def test_a_logits_processor_that_raises_fails_only_its_own_request() -> None:
     class Broken(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
