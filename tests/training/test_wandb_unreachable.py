@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import wandb
 from rich.console import Console
@@ -26,7 +27,14 @@ def _a_process_that_knows_no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()
     yield
-    wandb.teardown()
+    ending = threading.Thread(target=wandb.teardown, daemon=True)
+    ending.start()
+    ending.join(30)
+    if ending.is_alive():  # W&B waits without a limit for its service, which was seen not to end
+        for service in psutil.Process().children():
+            if "wandb" in service.name():
+                service.kill()
+        ending.join()
 
 
 class Refuses(http.server.BaseHTTPRequestHandler):
