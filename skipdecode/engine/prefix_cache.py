@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from skipdecode.fastpath.model import layers_for_all_tokens
+
 BLOCK_TOKENS = 16  # a multiple of `CHUNK_MULTIPLE` (skipdecode.engine.scheduler)
 
 
@@ -50,8 +52,7 @@ class PrefixCache:
         """
         if not self.max_bytes:
             return []
-        stop = len(layers) - 1 if stop is None else min(stop, len(layers) - 1)
-        key = repr((tuple(layers), stop)).encode()
+        key = repr((tuple(layers), layers_for_all_tokens(layers, stop))).encode()
         keys = []
         for start in range(0, len(prompt) - BLOCK_TOKENS, BLOCK_TOKENS):
             key = hashlib.sha256(key + array("q", prompt[start : start + BLOCK_TOKENS]).tobytes()).digest()

@@ -219,7 +219,7 @@ class FastDecoder:
 
         They may be the next tokens of prompts of which `cache` holds the tokens before.
         """
-        stop = _last_for_all(layers, stop)
+        stop = layers_for_all_tokens(layers, stop)
         native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
         if native is not None and native.embeds and entered.dim() == 1:
             return self._ended(*native.prefill(entered, layers, cache, inputs, stop))
@@ -235,7 +235,7 @@ class FastDecoder:
 
         It runs the same operations for every prompt of a shape, and none of them waits for the device.
         """
-        return self._run_layers(self.embed(tokens, inputs), layers, cache, inputs, _last_for_all(layers, stop))
+        return self._run_layers(self.embed(tokens, inputs), layers, cache, inputs, layers_for_all_tokens(layers, stop))
 
     def _run_layers(
         self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
@@ -319,7 +319,7 @@ class FastDecoder:
         return self.head(hidden)
 
 
-def _last_for_all(layers: Sequence[int], stop: int | None) -> int:
+def layers_for_all_tokens(layers: Sequence[int], stop: int | None) -> int:
     """How many of a prompt's layers all tokens run: not the last one, whose output is read for the last tokens only."""
     return len(layers) - 1 if stop is None else min(stop, len(layers) - 1)
 
