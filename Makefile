@@ -62,7 +62,8 @@ $(OLDEST)/.installed: pyproject.toml Makefile | .venv/.installed
 # Triton comes with torch's CUDA builds alone. This is the version of torch 2.13's, in a folder of its own; 3.9 fails in
 # the interpreter beside a CPU build.
 test-kernels: $(TRITON)/.installed ## run the GPU kernels without a GPU, in Triton's interpreter
-	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 -m "not gpu" tests/library/test_gpu_layer.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 -m "not gpu" \
+		tests/library/test_gpu_layer.py tests/library/test_gpu_passes.py
 
 $(TRITON)/.installed: Makefile | .venv/.installed
 	rm -rf $(TRITON)

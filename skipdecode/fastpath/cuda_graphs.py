@@ -19,11 +19,12 @@ import torch
 from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers
 from skipdecode.fastpath.graph_capture import GraphRecorder, Replay
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
+from skipdecode.fastpath.layer import FastLayer
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.prompt_graphs import PROMPT_GRAIN, PromptGraph
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
-from skipdecode.kernels.on_gpu import MAX_ROWS
+from skipdecode.kernels.on_gpu import MAX_ROWS, triton_kernels
 from skipdecode.schedule.schedule import SkipSchedule
 
 # The maximum number of shapes that are kept for each model, each with a cache and a few graphs, and the maximum share
@@ -84,7 +85,7 @@ class StaticInputs(StepInputs):
             None if bias is None else bias.new_zeros(*bias.shape[:3], slots),
         )
         step_at, slot_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        layers = gpu_layers(decoder.layers, decoder.dtype, device, slot_at)
+        layers = gpu_layers(decoder.layers, decoder.dtype, device)
         return cls(tables, step_at, slot_at, torch.arange(slots, device=device)[None, None, None], layers)
 
     def first_rows(self, count: int) -> "StaticInputs":
@@ -146,6 +147,16 @@ class StaticInputs(StepInputs):
         keys.index_copy_(2, self.slot_at, key[:, :, None])
         values.index_copy_(2, self.slot_at, value[:, :, None])
         return keys, values
+
+    def attend(
+        self, layer: FastLayer, cached: PlannedLayer, query: torch.Tensor, key: Any, value: Any, rotary: Any
+    ) -> torch.Tensor:
+        keys: Any = cached.keys
+        values: Any = cached.values
+        kernels: Any = triton_kernels()
+        how: Any = {"scale": layer.scaling, "bias": self.bias, "rotary": rotary}
+        attended: torch.Tensor = kernels.attend(query, key, value, keys, values, self.slot_at, **how)
+        return attended
 
     def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
         assert self.bias is not None

@@ -24,14 +24,12 @@ class GpuLayer:
     Args:
         layer: one that the kernels support.
         arrived: the kernels' `arrivals`, which all layers of a model share.
-        slot: the KV slot of the tokens [1], a value in GPU memory that the caller sets before each step.
     """
 
-    def __init__(self, layer: FastLayer, kernels: Any, arrived: torch.Tensor, slot: torch.Tensor) -> None:
+    def __init__(self, layer: FastLayer, kernels: Any, arrived: torch.Tensor) -> None:
         self._layer = layer
         self._kernels = kernels
         self._arrived = arrived
-        self._slot = slot
         sources = {**layer.sources, "up": [*layer.sources["gate"], *layer.sources["up"]]}
         if isinstance(layer.out, FewBitLinear):  # then queries, keys and values are one projection
             gate = [] if layer.gate is None else [layer.gate]
@@ -41,23 +39,11 @@ class GpuLayer:
         self._activation = ACTIVATIONS[layer.activation_name]
 
     def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
-        """Run the layer on `hidden` [rows, hidden], a token of each sequence; the kernels read the slot themselves."""
-        layer, keys, values = self._layer, cached.keys, cached.values
-        assert keys is not None
-        assert values is not None
+        """Run the layer on `hidden` [rows, hidden], where the `attend` of `inputs` runs a kernel too."""
+        layer = self._layer
         qkv = self._project("qkv", hidden, layer.attention_norm if layer.norm_first else None)
-        attended = self._kernels.attend(
-            qkv,
-            keys,
-            values,
-            self._slot,
-            heads=layer.heads,
-            kv_heads=layer.kv_heads,
-            interleaved=layer.interleaved,
-            scale=layer.scaling,
-            bias=inputs.bias,
-            rotary=inputs.rotary,
-        )
+        query, key, value = self._kernels.split_heads(qkv, layer.heads, layer.kv_heads, interleaved=layer.interleaved)
+        attended = inputs.attend(layer, cached, query, key, value, inputs.rotary)
         after = self._project("out", attended, residual=hidden)
         if not layer.norm_first:
             after = self._kernels.normalise(after, layer.attention_norm)
@@ -86,15 +72,13 @@ def _read(parts: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor |
     return [part.weight if few else weight_of(part) for part in parts], biases, [part.scale for part in parts if few]
 
 
-def gpu_layers(
-    layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device, slot: torch.Tensor
-) -> list[GpuLayer] | None:
+def gpu_layers(layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device) -> list[GpuLayer] | None:
     """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported."""
     kernels = on_gpu.kernels_on(device) if dtype in on_gpu.HALF_PRECISION else None
     if kernels is None or not all(_supported(layer, dtype) for layer in layers):
         return None
     arrived = kernels.arrivals(device)
-    return [GpuLayer(layer, kernels, arrived, slot) for layer in layers]
+    return [GpuLayer(layer, kernels, arrived) for layer in layers]
 
 
 def _supported(layer: FastLayer, dtype: torch.dtype) -> bool:

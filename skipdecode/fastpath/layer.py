@@ -74,6 +74,9 @@ class FastLayer:
         else:
             query, key, value = self.project_last(normed, inputs.rotary, last)
             hidden, normed = hidden[last], normed[last]
+        if inputs.attends:
+            attended = inputs.attend(self, cached, query, key, value, None)
+            return by_rows(self.finish, hidden, normed, attended)
         keys, values = inputs.store(cached, key, value, self.window)
         query = inputs.lay_out(query, self.kv_heads)
         mask = inputs.mask(query, keys, self.window)

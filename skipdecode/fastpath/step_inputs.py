@@ -27,11 +27,13 @@ class StepInputs:
         rotary: cosines and signed sines [batch or 1, 1, rotated dimensions], for a model with rotary embeddings.
         bias: added to attention scores [batch or 1, 1 or heads, 1, slots]; None where no slot is padding.
         many_queries: whether every position of a prompt has a query.
+        attends: whether attention is `attend`, by a kernel for a GPU, in place of these four.
         in_buffers: whether the slot is a value in the memory of a GPU, which the compiled CPU kernels can't read.
     """
 
     __slots__ = ("bias", "position_ids", "rotary", "slot")
     many_queries = False
+    attends = False
     in_buffers = False
 
     def __init__(
@@ -85,6 +87,24 @@ class StepInputs:
     def take_back(self, attended: torch.Tensor) -> torch.Tensor:
         """The result of attention, of the shape that `lay_out` gave: [rows, heads * head_dim]."""
         return attended.reshape(len(attended), -1)
+
+    def attend(
+        self,
+        layer: Any,
+        cached: PlannedLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Write keys and values into the cache and attend to it, by kernels: [rows, heads * head_dim].
+
+        Args:
+            layer: the `skipdecode.fastpath.layer.FastLayer` that runs.
+            query, key, value: [rows, heads, head_dim].
+            rotary: as in the attribute, by which queries and keys are still to be rotated.
+        """
+        raise NotImplementedError
 
     def rows_and_slots(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         """For each token its row in the cache and its KV slot, as the compiled kernels take them."""

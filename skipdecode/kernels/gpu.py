@@ -2,11 +2,8 @@
 
 A step of few rows reads each weight once and computes little, so that its time is that of reading memory. But memory is
 idle between two kernels: one ends, the next one starts, and only then does it load weights. Hopper can start a kernel
-while the one before still runs (programmatic dependent launch). Each kernel here first loads its first weights, or
-cached keys and values of earlier steps, and then waits for the result of the one before (`gdc_wait`).
-
-Cached keys and values may be read that early, as a step starts with operations of torch, which wait for the whole step
-before.
+while the one before still runs (programmatic dependent launch). Each kernel here first loads its first weights and then
+waits for the result of the one before (`gdc_wait`). Attention is in `skipdecode.kernels.gpu_attention`.
 """
 
 from collections.abc import Sequence
@@ -14,12 +11,27 @@ from typing import Any
 
 import torch
 
+from skipdecode.kernels import gpu_device
+from skipdecode.kernels.gpu_attention import QUERY_BLOCK, attend, attend_in_prompts, split_heads, write
+
 try:  # transformers refuses code of a checkpoint that imports a missing package outside of a try
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
     raise
+
+__all__ = [
+    "QUERY_BLOCK",
+    "arrivals",
+    "attend",
+    "attend_in_prompts",
+    "normalise",
+    "project",
+    "restore",
+    "split_heads",
+    "write",
+]  # fmt: skip
 
 # Programs of a projection that a processor runs at once, at most: as many as registers suffice for, and as `arrivals`
 # has counters for.
@@ -341,79 +353,6 @@ def _normalise(
     tl.store(out + place, row.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _turn(head, d, cosines, sines, D: tl.constexpr, ROTATED: tl.constexpr):
-    """A head of a query or key with its first dimensions rotated by cosines and signed sines."""
-    straight = tl.load(head + d, mask=d < D, other=0.0).to(tl.float32)
-    if ROTATED == 0:
-        return straight
-    half: tl.constexpr = ROTATED // 2
-    other = tl.where(d < half, d + half, d - half)
-    across = tl.load(head + other, mask=d < ROTATED, other=0.0).to(tl.float32)
-    return tl.where(d < ROTATED, straight * cosines + across * sines, straight)
-
-
-@triton.jit
-def _attend(
-    qkv, keys, values, out, cos, sin, bias, column_at, scale, width, query_step, key_first, value_first, kv_step,
-    cache_row, cache_head, bias_row, bias_head, rotary_row, GROUP: tl.constexpr, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Attention of one query head of one row to the cache and to its own key and value, which are written to it."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    kv = head // GROUP
-    if WIDE:
-        row, kv = row.to(tl.int64), kv.to(tl.int64)
-    column = tl.load(column_at).to(tl.int32)
-    d = tl.arange(0, D_BLOCK)
-    c = tl.arange(0, BC)
-    cached = row * cache_row + kv * cache_head
-    place = cached + c[:, None] * D + d[None, :]
-    mask = (c < column)[:, None] & (d < D)[None, :]
-    k = tl.load(keys + place, mask=mask, other=0.0)
-    v = tl.load(values + place, mask=mask, other=0.0)
-    cosines, sines = 0.0, 0.0
-    if ROTATED > 0:
-        cosines = tl.load(cos + row * rotary_row + d, mask=d < ROTATED, other=0.0).to(tl.float32)
-        sines = tl.load(sin + row * rotary_row + d, mask=d < ROTATED, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = qkv + row * width
-    query = _turn(token + head * query_step, d, cosines, sines, D, ROTATED).to(qkv.dtype.element_ty).to(tl.float32)
-    key = _turn(token + key_first + kv * kv_step, d, cosines, sines, D, ROTATED).to(keys.dtype.element_ty)
-    value = tl.load(token + value_first + kv * kv_step + d, mask=d < D, other=0.0)
-    writes = (d < D) & (head % GROUP == 0)
-    tl.store(keys + cached + column * D + d, key, mask=writes)
-    tl.store(values + cached + column * D + d, value, mask=writes)
-    query *= scale
-    seen_by = bias + row * bias_row + head * bias_head
-    best = tl.sum(query * key.to(tl.float32), 0)  # of the token itself, which is always seen
-    if HAS_BIAS:
-        best += tl.load(seen_by + column).to(tl.float32)
-    total = 1.0
-    acc = value.to(tl.float32)
-    for start in tl.range(0, column, BC, num_stages=1):
-        at = start + c
-        scores = tl.sum(query[None, :] * k.to(tl.float32), 1)
-        if HAS_BIAS:
-            scores += tl.load(seen_by + at, mask=at < column, other=0.0).to(tl.float32)
-        scores = tl.where(at < column, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 0))
-        shares = tl.exp(scores - higher)
-        before = tl.exp(best - higher)
-        total = total * before + tl.sum(shares, 0)
-        acc = acc * before + tl.sum(shares[:, None] * v.to(tl.float32), 0)
-        best = higher
-        after = at + BC
-        place = cached + after[:, None] * D + d[None, :]
-        mask = (after < column)[:, None] & (d < D)[None, :]
-        k = tl.load(keys + place, mask=mask, other=0.0)
-        v = tl.load(values + place, mask=mask, other=0.0)
-    tl.store(out + (row * tl.num_programs(1) + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
-
-
 def project(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -456,7 +395,7 @@ def project(
         "HAS_BIAS": biases[0] is not None,
         "HAS_RESIDUAL": residual is not None,
         "BITS": bits,
-        **_dependent(x),
+        **gpu_device.dependent_launch(x),
     }
     numbers = [*sizes, *[0] * spare]
     if rows == 1:
@@ -476,9 +415,9 @@ def project(
     options["BM"] = padded_rows
     numbers += [rows, sum(own)]
     if rows <= 16 and inputs <= 2048 and bits == 16:
-        blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
+        blocks, processors = sum(triton.cdiv(size, 16) for size in own), gpu_device.processors(x.device)
         splits = 4 if inputs <= 1024 else 8
-        fits = splits * 256 * (16 + padded_rows) * 2 <= _shared_memory(x.device, "block_optin")
+        fits = splits * 256 * (16 + padded_rows) * 2 <= gpu_device.shared_memory(x.device, "block_optin")
         tiles = None
         if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are loaded at once
             tiles = {"BK": 256, "SPLITS": splits, "STAGES": 1, "num_warps": splits}
@@ -490,7 +429,7 @@ def project(
     block = 32 if gated else 64
     blocks = sum(triton.cdiv(size, block) for size in own)
     # Triton keeps one more tile for Hopper's own products, which have at least 64 outputs and 16 rows.
-    stages, kept = (3, 4) if rows > 8 and not gated and _capability(x.device)[0] == 9 else (4, 3)
+    stages, kept = (3, 4) if rows > 8 and not gated and gpu_device.capability(x.device)[0] == 9 else (4, 3)
     shares, partial = 1, out
     if arrived is not None and not gated:
         shares = _shares(blocks, inputs, kept * 128 * (block * bits // 8 + padded_rows * 2), x.device)
@@ -508,7 +447,8 @@ def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
     Enough to fill most of the GPU, as the time depends on how many bytes are being loaded at once. Each program has at
     least two tiles, and `held` bytes of shared memory.
     """
-    shares, at_once = 1, _processors(device) * min(PER_PROCESSOR, _shared_memory(device, "multiprocessor") // held)
+    fit = gpu_device.shared_memory(device, "multiprocessor") // held
+    shares, at_once = 1, gpu_device.processors(device) * min(PER_PROCESSOR, fit)
     while blocks * shares < 0.7 * at_once and inputs >= 512 * shares:
         shares *= 2
     return shares
@@ -516,7 +456,7 @@ def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
 
 def arrivals(device: torch.device) -> torch.Tensor:
     """Counters for `project` of finished programs with the same outputs; concurrent kernels must not share them."""
-    return torch.zeros(PER_PROCESSOR * _processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(PER_PROCESSOR * gpu_device.processors(device), dtype=torch.int32, device=device)
 
 
 def restore(weight: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: torch.dtype) -> torch.Tensor:
@@ -540,72 +480,7 @@ def normalise(x: torch.Tensor, norm: Any) -> torch.Tensor:
     block = triton.next_power_of_2(hidden)
     _normalise[(rows,)](
         x, out, norm.weight, x if norm.bias is None else norm.bias, norm.eps, hidden, NORM=1 + norm.centred,
-        HAS_SHIFT=norm.bias is not None, BLOCK=block, num_warps=min(16, max(1, block // 256)), **_dependent(x),
+        HAS_SHIFT=norm.bias is not None, BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        **gpu_device.dependent_launch(x),
     )  # fmt: skip
     return out
-
-
-def attend(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    column: torch.Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    interleaved: bool,
-    scale: float,
-    bias: torch.Tensor | None,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Attention of one token of each row, whose key and value are written to the cache: [rows, heads * head_dim].
-
-    Args:
-        qkv: queries, keys and values from `project` [rows, (heads + 2 * kv_heads) * head_dim].
-        keys: of the cache [rows, kv_heads, slots, head_dim]; slots before the token's are written.
-        values: likewise.
-        column: the KV slot of the tokens [1].
-        heads: of queries.
-        kv_heads: of keys and values.
-        interleaved: whether each head's query, key and value are side by side in `qkv`.
-        scale: of the scores.
-        bias: added to scores [rows or 1, heads or 1, 1, slots]; not -inf at the token's own slot.
-        rotary: cosines and signed sines [rows or 1, 1, rotated dimensions].
-    """
-    rows, dim = len(qkv), keys.shape[-1]
-    out = qkv.new_empty(rows, heads * dim)
-    steps = (3 * dim, dim, 2 * dim, 3 * dim) if interleaved else (dim, heads * dim, (heads + kv_heads) * dim, dim)
-    cos, sin = (qkv, qkv) if rotary is None else rotary
-    bias_row = bias_head = 0
-    if bias is not None:
-        bias_row, bias_head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in (0, 1))
-    padded_dim = triton.next_power_of_2(dim)
-    many = rows * heads > 2 * _processors(qkv.device)  # many small programs, or few that load more at a time
-    columns = min(32, max(16, 4096 // padded_dim)) if many else max(16, 8192 // padded_dim)
-    _attend[(rows, heads)](
-        qkv, keys, values, out, cos, sin, qkv if bias is None else bias, column, scale, qkv.shape[1], *steps,
-        keys.stride(0), keys.stride(1), bias_row, bias_head, cos.stride(0) if len(cos) > 1 else 0,
-        GROUP=heads // kv_heads, D=dim, D_BLOCK=padded_dim, ROTATED=0 if rotary is None else cos.shape[-1],
-        HAS_BIAS=bias is not None, BC=columns, WIDE=keys.numel() >= 2**31, num_warps=1 if many else 4,
-        **_dependent(qkv),
-    )  # fmt: skip
-    return out
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _shared_memory(device: torch.device, of: str) -> int:
-    """Bytes of shared memory of a "multiprocessor", or the maximum of a program ("block_optin")."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return getattr(properties, f"shared_memory_per_{of}") if properties else 0
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def _dependent(tensor: torch.Tensor) -> dict[str, Any]:
-    """Options with which a kernel starts while the one before it runs, where the device supports that."""
-    return {"DEPENDENT": True, "launch_pdl": True} if _capability(tensor.device) >= (9, 0) else {"DEPENDENT": False}

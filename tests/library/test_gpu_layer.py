@@ -12,10 +12,11 @@ from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import SkipSchedule
+from skipdecode.fastpath.cuda_graphs import StaticInputs
 from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.model import FastDecoder
-from skipdecode.kernels import on_gpu
+from skipdecode.kernels import gpu_device, on_gpu
 from skipdecode.kernels.few_bits import FewBitLinear, round_to_4_bits
 from skipdecode.kernels.int8 import round_to_8_bits
 from skipdecode.kernels.linear import sizes, weight_of
@@ -49,18 +50,20 @@ def test_a_layer_of_triton_kernels_equals_one_of_torchs_operations(name: str, ro
     torch.manual_seed(rows)
     for layer in tested_layers:
         reference, tested = whole.layers[layer], half.layers[layer]
-        slot = torch.tensor([prompt], device=device)
-        fused = GpuLayer(tested, kernels, kernels.arrivals(torch.device(device)), slot)
+        fused = GpuLayer(tested, kernels, kernels.arrivals(torch.device(device)))
         caches = [PlannedLayer(steps, prompt) for _ in range(2)]
         keys, values = torch.randn(2, rows, tested.kv_heads, prompt, tested.head_dim, device=device).half()
         caches[0].update(keys.float(), values.float())
         caches[1].update(keys, values)
-        inputs = [decoder.step_inputs(mask, steps) for decoder in (whole, half)]
+        expected_inputs, prepared = (decoder.step_inputs(mask, steps) for decoder in (whole, half))
+        inputs = StaticInputs.like(prepared, prompt + steps, half, torch.zeros(rows, 1, device=device))
+        inputs.copy_from(prepared)
         for step in range(tested_steps):
             hidden = torch.randn(rows, sizes(tested.sources["qkv"][0])[0], device=device).half()
-            expected = reference(hidden.float(), caches[0], inputs[0](step))
-            found = fused(hidden, caches[1], inputs[1](step))
-            slot.add_(1)
+            inputs.move_to(step, prompt + step)
+            inputs.look_up(half.dtype, masked=False)
+            expected = reference(hidden.float(), caches[0], expected_inputs(step))
+            found = fused(hidden, caches[1], inputs)
             scale = float(expected.detach().abs().max())
             torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
         for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
@@ -86,8 +89,8 @@ def test_projections_of_several_rows_equal_torchs_however_programs_share_them(
     kernels: Any = triton_kernels()
     if device == "cpu":  # as on a Hopper GPU, or on a part of one, where the interpreter would take a minute
         processors, outs = (8, [896]) if outs == [6400] else (132, outs)
-        monkeypatch.setattr(kernels, "_processors", lambda device: processors)
-        monkeypatch.setattr(kernels, "_shared_memory", lambda device, of: 232448)
+        monkeypatch.setattr(gpu_device, "processors", lambda device: processors)
+        monkeypatch.setattr(gpu_device, "shared_memory", lambda device, of: 232448)
     gated = kind == "gated"
     outs = [outs[0]] * 2 if gated else outs
     arrived = kernels.arrivals(torch.device(device))
@@ -125,8 +128,8 @@ def test_projections_in_few_bits_equal_those_of_the_rounded_weights(
 ) -> None:
     kernels: Any = triton_kernels()
     if device == "cpu":  # as on a Hopper GPU
-        monkeypatch.setattr(kernels, "_processors", lambda device: 132)
-        monkeypatch.setattr(kernels, "_shared_memory", lambda device, of: 232448)
+        monkeypatch.setattr(gpu_device, "processors", lambda device: 132)
+        monkeypatch.setattr(gpu_device, "shared_memory", lambda device, of: 232448)
     torch.manual_seed(rows)
     x, residual = (torch.randn(rows, n, device=device).half() for n in (inputs, outputs))
     weights, biases = (
@@ -223,10 +226,10 @@ def check_tokens(ours: Any, theirs: Any) -> None:
 
 
 def test_float32_and_unsupported_layers_have_no_gpu_kernels() -> None:
-    layers, slot = FastDecoder(tiny_opt("opt", 6)).layers, torch.zeros(1, dtype=torch.long)
+    layers = FastDecoder(tiny_opt("opt", 6)).layers
     for device in ("cpu", "cuda"):
-        assert gpu_layers(layers, torch.float32, torch.device(device), slot) is None
-    assert gpu_layers(layers, torch.bfloat16, torch.device("cpu"), slot) is None
+        assert gpu_layers(layers, torch.float32, torch.device(device)) is None
+    assert gpu_layers(layers, torch.bfloat16, torch.device("cpu")) is None
     for name in ("mistral", "qwen3"):
         model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
-        assert gpu_layers(FastDecoder(model).layers, torch.bfloat16, torch.device("cuda"), slot) is None
+        assert gpu_layers(FastDecoder(model).layers, torch.bfloat16, torch.device("cuda")) is None
