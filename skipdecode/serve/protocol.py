@@ -101,7 +101,7 @@ class BaseRequest(JSONObject):
     frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] = []
+    stop: list[str] = Field(default_factory=list)
     response_format: ResponseFormat = ResponseFormat(type="text")
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -205,7 +205,7 @@ class CompletionRequest(BaseRequest):
     """The body of POST /v1/completions."""
 
     endpoint = "/v1/completions"
-    neutral = {
+    neutral: ClassVar = {
         **NEUTRAL,
         "add_special_tokens": (True,),
         "tools": ([],),
@@ -370,13 +370,13 @@ class ChatRequest(BaseRequest):
     """The body of POST /v1/chat/completions."""
 
     endpoint = "/v1/chat/completions"
-    neutral = {**NEUTRAL, "add_special_tokens": (False,), "best_of": (1,)}
+    neutral: ClassVar = {**NEUTRAL, "add_special_tokens": (False,), "best_of": (1,)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Integer | None = Field(None, ge=1)
     logprobs: StrictBool = False
     top_logprobs: Integer | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = []
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: StrictBool = True
 
