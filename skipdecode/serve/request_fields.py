@@ -109,6 +109,10 @@ class ToolCall(JSONObject):
     function: Function | None = None
 
 
+# In a message of an assistant. Clients send the reasoning of earlier turns back, under vLLM's name or DeepSeek's.
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning", "reasoning_content")
+
+
 class Message(JSONObject):
     """A message of a chat. The chat template interprets its role and any other fields."""
 
@@ -121,10 +125,10 @@ class Message(JSONObject):
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, values: Any) -> Any:
-        """Allow messages without content for an assistant that called a tool or refused, and for a function."""
+        """Allow messages without content for a function, and for an assistant that sent something else instead."""
         if not isinstance(values, dict) or values.get("content") is not None:
             return values
-        allowed = ("tool_calls", "function_call", "refusal") if values.get("role") == "assistant" else ()
+        allowed = _INSTEAD_OF_CONTENT if values.get("role") == "assistant" else ()
         if values.get("role") == "function" or any(values.get(name) for name in allowed):
             return {**values, "content": values.get("refusal") or ""}
         return values

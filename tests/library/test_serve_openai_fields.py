@@ -367,7 +367,7 @@ def test_what_open_webui_sends_is_answered(server: Server) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "vehicle: ferry"},
-        {"role": "assistant", "content": "The ferry."},
+        {"role": "assistant", "content": "The ferry.", "reasoning_content": "A ferry is asked for."},
         {"role": "user", "content": [part]},
     ]
     parameters = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.5}
