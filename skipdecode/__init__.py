@@ -15,8 +15,9 @@ Seven invariants hold throughout (docs/how-it-works.md explains them):
    again.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skipdecode.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from skipdecode.checkpoint.loading import load
@@ -62,12 +63,4 @@ _HOMES = {
     "solve_schedule": "schedule.solver",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -19,6 +19,7 @@ from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode.checkpoint.four_bit import base_weights
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import exit_head
 from skipdecode.generate.stopping import end_tokens
@@ -139,9 +140,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
         skip_config = replace(skip_config, base_model=start)
-    if recipe.model.quantize is not None:
-        base_weights = {"quantize": recipe.model.quantize, "dtype": recipe.model.dtype}
-        skip_config = replace(skip_config, base_weights=base_weights)
+    skip_config = replace(skip_config, base_weights=base_weights(model))
     if recipe.optim.exits != "last":
         exit_head(model)  # raises ConfigError where the family's final norm isn't known
     trained = as_it_trains(model, recipe)

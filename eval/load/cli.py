@@ -8,6 +8,7 @@ from typing import Any, get_args
 from eval.cli import add_task
 from eval.load.request import DEFAULT_RATES, LoadRequest
 from skipdecode.cli.process import run_command
+from skipdecode.cli.renamed_options import add_old_name
 from skipdecode.kernels.linear import Weights
 
 DESCRIPTION = """Load-test a server: requests arrive as a Poisson process at several rates, with prompts of
@@ -123,11 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         help="weight format, as in skip_generate; default: the one that it chooses",
     )
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
-    add(
-        "--whole",
-        action="store_true",
+    no_stream = add(
+        "--no-stream",
+        dest="stream",
+        action="store_false",
         help="request complete answers instead of streams; only end-to-end latency is measured",
     )
+    add_old_name(parser, "--whole", no_stream)
     add("--timeout", type=float, default=120.0, metavar="S", help="requests fail after this long (default 120)")
     add("--seed", type=int, default=0, help="seed of arrival times and the order of prompts (default 0)")
     return parser

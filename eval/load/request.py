@@ -55,7 +55,7 @@ class LoadRequest:
     weights: Weights | None = None
     dtype: str | None = None
     timeout: float = 120.0
-    whole: bool = False  # request complete answers instead of streams
+    stream: bool = True  # whether answers are requested as streams
     seed: int = 0
 
     def __post_init__(self) -> None:

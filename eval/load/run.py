@@ -158,7 +158,7 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
         requests=request.requests,
         rounds=request.rounds,
         most_rows=request.rows if own else None,
-        streamed=not request.whole,
+        streamed=request.stream,
         waves=waves,
         date=datetime.datetime.now().isoformat(" ", "minutes"),  # minutes distinguish several runs on one day
         command=shlex.join(["python", "-m", "eval.load", *sys.argv[1:]]),

@@ -46,9 +46,9 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Endp
                 servers[kind] = stack.enter_context(_started(kind, request, max_new_tokens))
             url, model = servers[kind]
             body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, **_extra_fields(name)}
-            if not request.whole:
+            if request.stream:
                 body["stream_options"] = {"include_usage": True}
-            found[name] = Endpoint(url, body, not request.whole, headers)
+            found[name] = Endpoint(url, body, request.stream, headers)
         yield found
 
 
@@ -75,7 +75,7 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
     if kind == _OWN:
         name = "served"
         command = ["skipdecode", "serve", folder, "--name", name, "--queue", "1000000", "--timeout", "86400", *rows]
-        command += ["--max-new-tokens", str(max_new_tokens), "--most-new-tokens", str(max_new_tokens)]
+        command += ["--max-new-tokens", str(max_new_tokens), "--max-new-tokens-limit", str(max_new_tokens)]
         command += ["--wave-rows", str(request.wave_rows), "--wave-seconds", str(request.wave_seconds)]
     elif kind == STATIC_BATCHING:
         command = ["eval.load.static_batching", folder, *rows]

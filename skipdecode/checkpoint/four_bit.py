@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_accelerate_available, is_bitsandbytes_available
 
 from skipdecode.errors import ConfigError
+from skipdecode.families import unwrap
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -33,6 +34,33 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def base_weights(model: nn.Module) -> dict[str, str] | None:
+    """How the base of adapters was loaded in 4 bits, for `SkipConfig.base_weights`; None where it is as it is stored.
+
+    Args:
+        model: the base, wrapped or not.
+
+    Raises:
+        ConfigError: where `nf4` wouldn't give the same weights again.
+    """
+    base: Any = unwrap(model)
+    if not getattr(base, "is_loaded_in_4bit", False) or base.hf_quantizer.pre_quantized:
+        return None
+    config = base.config.quantization_config
+    for name, needed in (
+        ("bnb_4bit_quant_type", "nf4"),
+        ("bnb_4bit_use_double_quant", True),
+        ("llm_int8_skip_modules", None),
+    ):
+        value = getattr(config, name)
+        if value != needed:
+            raise ConfigError(
+                f"the base model was loaded in 4 bits with {name}={value!r}: it must be {needed!r}, as the checkpoint "
+                "couldn't be loaded with the weights that it was trained on"
+            )
+    return {"quantize": "nf4", "dtype": str(config.bnb_4bit_compute_dtype).removeprefix("torch.")}
 
 
 def keep_exact(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from skipdecode.cli import commands
 from skipdecode.cli.process import leave, run_command
+from skipdecode.cli.renamed_options import add_old_name
 from skipdecode.errors import ConfigError
 
 _MAX_COUNT = 1_000_000  # of sequences, tokens and rounds
@@ -87,7 +88,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
     counts = ("shortlist", "max_prompt_tokens", "batch_size", "prompt_length", "new_tokens", "max_new_tokens")
-    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue", "replicas", "threads", "wave_tokens"):
+    for name in (*counts, "max_new_tokens_limit", "repeats", "rows", "queue", "replicas", "threads", "wave_tokens"):
         values = 1 if given.get(name) is None else given[name]
         for value in values if isinstance(values, list) else [values]:
             if not 1 <= value <= _MAX_COUNT:
@@ -228,7 +229,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--wave-rows", 1, "admit waiting sequences once there are N")
     _add_number(parser, "--wave-seconds", 0.05, "or once the first has waited this long", float, "S")
     _add_number(parser, "--max-new-tokens", 64, "default number of new tokens of a request")
-    _add_number(parser, "--most-new-tokens", 1024, "maximum number of new tokens of a request")
+    limit = _add_number(parser, "--max-new-tokens-limit", 1024, "maximum number of new tokens of a request")
+    add_old_name(parser, "--most-new-tokens", limit)
     _add_number(parser, "--timeout", 300, "time limit of a request", float, "S")
     _add_number(parser, "--drain", 30, "time to finish requests at shutdown", float, "S")
     replicas = "run N servers of the model behind one address, with Ray Serve: one for each GPU, or on CPUs"
@@ -280,8 +282,9 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def _add_number(
     parser: argparse.ArgumentParser, name: str, default: float, meaning: str, kind: type = int, metavar: str = "N"
-) -> None:
-    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning} (default {default})")
+) -> argparse.Action:
+    what = f"{meaning} (default {default})"
+    return parser.add_argument(name, type=kind, default=default, metavar=metavar, help=what)
 
 
 def _add_checkpoint(

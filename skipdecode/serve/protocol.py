@@ -1,85 +1,17 @@
-"""The requests, responses and errors of OpenAI's API, as far as the server implements them."""
+"""The requests and errors of OpenAI's API, as far as the server implements them."""
 
-import json
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    StrictBool,
-    StrictFloat,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictBool, StrictFloat, field_validator, model_validator
 
 from skipdecode.engine.prepare import MIN_TEMPERATURE
 from skipdecode.errors import ConfigError
 from skipdecode.serve.field_errors import show_value, unknown_field
 from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED, is_neutral
+from skipdecode.serve.request_fields import Integer, JSONObject, Message, ResponseFormat, StreamOptions, Tool
 
 _MAX_STOP_LENGTH, _MAX_STOPS = 256, 16  # every new token is compared with all stops
-
-
-def _as_integer(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # 5.0 is an integer in JSON
-
-
-Integer = Annotated[int, Strict(), BeforeValidator(_as_integer)]  # "5" and true are not integers
-
-
-class JSONObject(BaseModel):
-    """A JSON object; a field that is null counts as absent."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
-
-class StreamOptions(JSONObject):
-    """Options of a stream."""
-
-    include_usage: StrictBool = False
-    include_obfuscation: StrictBool = False  # accepted without effect
-    continuous_usage_stats: Literal[False] = False  # vLLM's
-
-
-class JSONSchema(JSONObject):
-    """The schema of an answer; without one, the answer is any JSON object. It is enforced whatever `strict` says."""
-
-    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
-    name: str
-    description: str = ""
-    strict: StrictBool = True
-    fields: dict[str, Any] = Field({"type": "object"}, alias="schema")
-
-
-class ResponseFormat(JSONObject):
-    """The form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ConfigError(f"its type is {self.type}: json_schema belongs to the type json_schema, which needs it")
-        return self
-
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """The schema of the answer's JSON; None for text."""
-        if self.type == "text":
-            return None
-        return self.json_schema.fields if self.json_schema is not None else {"type": "object"}
 
 
 class BaseRequest(JSONObject):
@@ -101,7 +33,7 @@ class BaseRequest(JSONObject):
     frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] = []
+    stop: list[str] = Field(default_factory=list)
     response_format: ResponseFormat = ResponseFormat(type="text")
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -205,7 +137,7 @@ class CompletionRequest(BaseRequest):
     """The body of POST /v1/completions."""
 
     endpoint = "/v1/completions"
-    neutral = {
+    neutral: ClassVar = {
         **NEUTRAL,
         "add_special_tokens": (True,),
         "tools": ([],),
@@ -267,116 +199,17 @@ def _token_ids(values: list[Any], where: str = "") -> list[int]:
     return values
 
 
-class ContentPart(BaseModel):
-    """A part of a message's content: text, or a refusal of the assistant, which is text too."""
-
-    type: str
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text(cls, values: Any) -> Any:
-        kind = values.get("type") if isinstance(values, dict) else None
-        if kind == "refusal":
-            return {"type": kind, "text": values.get("refusal")}
-        if isinstance(kind, str) and kind != "text":
-            raise ConfigError(f"its type is {show_value(kind)}: the only supported type is text")
-        return values
-
-
-class Function(JSONObject):
-    """The function of a tool call."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str
-    arguments: dict[str, Any] | str = ""
-
-    @field_validator("arguments", mode="plain")
-    @classmethod
-    def _as_an_object(cls, value: Any) -> dict[str, Any] | str:
-        """Parse the arguments, as chat templates take an object. A model may have written invalid JSON, which stays."""
-        if not isinstance(value, str | dict):
-            raise ConfigError(f"it is {show_value(value)}, and must be a string")
-        try:
-            parsed = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
-            return value
-        return parsed if isinstance(parsed, dict) else value
-
-
-class ToolCall(JSONObject):
-    """A tool call in an assistant's message."""
-
-    model_config = ConfigDict(extra="allow")
-    function: Function | None = None
-
-
-class Message(JSONObject):
-    """A message of a chat. The chat template interprets its role and any other fields."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str
-    content: list[ContentPart]
-    tool_calls: list[ToolCall] = []
-    audio: None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_content(cls, values: Any) -> Any:
-        """Allow messages without content for an assistant that called a tool or refused, and for a function."""
-        if not isinstance(values, dict) or values.get("content") is not None:
-            return values
-        allowed = ("tool_calls", "function_call", "refusal") if values.get("role") == "assistant" else ()
-        if values.get("role") == "function" or any(values.get(name) for name in allowed):
-            return {**values, "content": values.get("refusal") or ""}
-        return values
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _as_parts(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return [{"type": "text", "text": value}]
-        if not isinstance(value, list):
-            raise ConfigError(f"it is {show_value(value)}, and must be a string or a list of parts")
-        return value
-
-    def plain(self) -> dict[str, Any]:
-        """The message for a chat template. Empty tool_calls are left out, as some templates test for the key."""
-        content = "".join(part.text for part in self.content)
-        message: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
-        return message
-
-
-class ToolFunction(JSONObject):
-    """What a model is told of a function that it may call."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(min_length=1)
-    description: str = ""
-    parameters: dict[str, Any] = {}
-
-
-class Tool(JSONObject):
-    """A tool; of OpenAI's types of tools only functions are supported."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["function"]
-    function: ToolFunction
-
-
 class ChatRequest(BaseRequest):
     """The body of POST /v1/chat/completions."""
 
     endpoint = "/v1/chat/completions"
-    neutral = {**NEUTRAL, "add_special_tokens": (False,), "best_of": (1,)}
+    neutral: ClassVar = {**NEUTRAL, "add_special_tokens": (False,), "best_of": (1,)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Integer | None = Field(None, ge=1)
     logprobs: StrictBool = False
     top_logprobs: Integer | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = []
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: StrictBool = True
 
@@ -439,61 +272,3 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
 
 def _printable(text: str) -> str:
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
-
-
-class Envelope:
-    """The fields that the response to a request, or all chunks of a stream, have in common."""
-
-    def __init__(self, request: BaseRequest, skipdecode: Mapping[str, Any]) -> None:
-        self.skipdecode = dict(skipdecode)  # not in OpenAI's API
-        self.chat = isinstance(request, ChatRequest)
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.model = request.model
-        self.include_usage = request.include_usage
-
-    def body(self, choices: list[dict[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
-        """The body of a response, or of a chunk of a stream, with these choices."""
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        if chunk and self.include_usage:
-            more = {"usage": None, **more}  # every chunk has the field; it is null in all but the last
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "skipdecode": self.skipdecode,
-            **more,
-        }
-
-    def choice(
-        self,
-        index: int,
-        text: str,
-        end: str | None,
-        logprobs: Any,
-        *,
-        calls: Sequence[Mapping[str, Any]] = (),
-        chunk: bool = False,
-        first: bool = False,
-    ) -> dict[str, Any]:
-        """One choice of a response, or what it gained in a chunk of a stream."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": end, "logprobs": logprobs}
-        if not self.chat:
-            return {**choice, "text": text}
-        message: dict[str, Any] = {"content": None if calls and not text else text}
-        if calls:
-            message["tool_calls"] = list(calls)
-        if first or not chunk:
-            message["role"] = "assistant"
-        return {**choice, "delta" if chunk else "message": message}
-
-
-def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """The token counts of a request."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new_tokens,
-        "total_tokens": prompt_tokens + new_tokens,
-    }

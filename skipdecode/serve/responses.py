@@ -1,12 +1,72 @@
 """The response to a request, as one JSON object or as a stream of server-sent events."""
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from skipdecode.serve.protocol import APIError, Envelope, usage
+from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest
 from skipdecode.serve.request_stream import Choice, Chunk, RunningRequest
 from skipdecode.serve.token_bytes import TokenBytes
+
+
+class Envelope:
+    """The fields that the response to a request, or all chunks of a stream, have in common."""
+
+    def __init__(self, request: BaseRequest, skipdecode: Mapping[str, Any]) -> None:
+        self.skipdecode = dict(skipdecode)  # not in OpenAI's API
+        self.chat = isinstance(request, ChatRequest)
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = request.model
+        self.include_usage = request.include_usage
+
+    def body(self, choices: list[dict[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """The body of a response, or of a chunk of a stream, with these choices."""
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        if chunk and self.include_usage:
+            more = {"usage": None, **more}  # every chunk has the field; it is null in all but the last
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "skipdecode": self.skipdecode,
+            **more,
+        }
+
+    def choice(
+        self,
+        index: int,
+        text: str,
+        end: str | None,
+        logprobs: Any,
+        *,
+        calls: Sequence[Mapping[str, Any]] = (),
+        chunk: bool = False,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        """One choice of a response, or what it gained in a chunk of a stream."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": end, "logprobs": logprobs}
+        if not self.chat:
+            return {**choice, "text": text}
+        message: dict[str, Any] = {"content": None if calls and not text else text}
+        if calls:
+            message["tool_calls"] = list(calls)
+        if first or not chunk:
+            message["role"] = "assistant"
+        return {**choice, "delta" if chunk else "message": message}
+
+
+def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    """The token counts of a request."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
 
 
 async def full_response(running: RunningRequest, token_bytes: TokenBytes) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class ServerOptions:
     wave_rows: int = 1
     wave_seconds: float = 0.05
     max_new_tokens: int = 64
-    most_new_tokens: int = 1024
+    max_new_tokens_limit: int = 1024
     timeout: float = 300.0
     drain: float = 30.0
     replicas: int | None = None
@@ -108,8 +108,8 @@ class ServerOptions:
             speedup=self.speedup,
             over=self.over,
             strict=self.strict,
-            new_tokens=min(self.max_new_tokens, self.most_new_tokens),
-            max_new_tokens=self.most_new_tokens,
+            new_tokens=min(self.max_new_tokens, self.max_new_tokens_limit),
+            max_new_tokens=self.max_new_tokens_limit,
             timeout=self.timeout,
             drain=self.drain,
             api_key=self.api_key if self.api_key is not None else os.environ.get(API_KEY),

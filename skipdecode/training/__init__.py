@@ -3,8 +3,9 @@
 Needs torch and transformers; `SkipTrainingMixin` also needs accelerate, as transformers' Trainer does.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from skipdecode.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from skipdecode.training.collator import PromptCompletionCollator, split_answers
@@ -42,12 +43,4 @@ _HOMES = {
     "step_losses": "step",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from skipdecode.checkpoint.four_bit import base_weights, keep_exact
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, unwrap
@@ -102,6 +104,7 @@ class SkipTrainingMixin(Trainer):
         super().__init__(model, args, data_collator, *others, **kwargs)
         trained: Any = self.model
         check_layerdrop(unwrap(trained).config)
+        keep_exact(trained)
         self.args.remove_unused_columns = False  # it would keep the columns that the model's forward pass names
         self.train_dataset = self._answers(self.train_dataset)
         self.eval_dataset = self._answers(self.eval_dataset)
@@ -116,6 +119,7 @@ class SkipTrainingMixin(Trainer):
             targets: Any = {"speedups": speedups, "schedules": schedules, "weights": weights, "sampling": sampling}
             sampler = make_sampler(CostModel.of(trained), seed=self.args.seed, solver=settings, **targets)
             skip_config = sampler.skip_config(settings, base_model(trained))
+            skip_config = replace(skip_config, base_weights=base_weights(trained))
         checked_default(default_speedup, sampler.speedups)
         if objective.exits and [schedule.skips for schedule in sampler.schedules] != [False]:
             raise ConfigError("objective.exits trains exits in one pass at full depth: it needs speedups=(1,)")

@@ -355,6 +355,17 @@ def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_answers_are_requested_as_streams_unless_an_option_or_its_old_name_says_otherwise(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[Any] = []
+    monkeypatch.setattr(eval.load.run, "benchmark", requests.append)
+    for words in ([], ["--no-stream"], ["--whole"]):
+        assert main([*arguments("http://127.0.0.1:9/v1", tmp_path / "load.json"), *words]) == 0
+    assert [request.stream for request in requests] == [True, False, False]
+    assert capsys.readouterr().err == "warning: --whole is deprecated: use --no-stream\n"
+
+
 def test_an_api_key_with_invalid_characters_is_refused_without_printing_it(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from small_checkpoints import save_checkpoint
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.cli.options import main
+from skipdecode.cli.options import command_parser, main
 from skipdecode.cli.process import quick_imports, run_command
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting, profiles_folder
@@ -429,6 +429,17 @@ def test_an_invalid_option_gets_a_one_line_error_and_status_2(
     Path("endless.json").write_text('{"prompt": ' + "9" * 5_000 + "}")
     assert main([str(checkpoint) if word == "CHECKPOINT" else word for word in words]) == 2
     refused(capsys, message)
+
+
+def test_an_options_old_name_warns_and_stands_for_the_new_one(capsys: Any) -> None:
+    parser = command_parser("serve")
+    new = parser.parse_intermixed_args(["a", "--max-new-tokens-limit", "7"])
+    assert (new.max_new_tokens_limit, new.max_new_tokens) == (7, 64)
+    assert capsys.readouterr().err == ""
+    assert parser.parse_intermixed_args(["--most-new-tokens", "7", "a"]) == new
+    assert capsys.readouterr().err == "warning: --most-new-tokens is deprecated: use --max-new-tokens-limit\n"
+    assert parser.parse_intermixed_args(["a"]).max_new_tokens_limit == 1024
+    assert "--most-new-tokens" not in parser.format_help()
 
 
 def test_the_help_lists_every_command(capsys: Any) -> None:

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 import torch
+from server_processes import announced_address
 from small_checkpoints import save_checkpoint
 from starlette.testclient import TestClient
 
@@ -60,20 +61,14 @@ def started(folder: Path, *more: str) -> Iterator[Server]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stderr is not None
-    lines = []
-    while not (found := re.search(r"on (http://127\.0\.0\.1:\d+)/v1", lines[-1] if lines else "")):
-        line = process.stderr.readline()
-        assert line, "".join(lines)
-        lines.append(line)
-    address = found[1]
-    while True:
-        try:
-            if httpx.get(f"{address}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(0.05)
     try:
+        address = announced_address(process)
+        while True:
+            try:
+                if httpx.get(f"{address}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
         yield Server(folder, process, address, openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0))
     finally:
         process.kill()

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,33 +10,16 @@ from typing import Any
 import openai
 import pytest
 import torch
-from served_checkpoints import Server, started
-from small_checkpoints import save_checkpoint
+from served_checkpoints import Server
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import skipdecode
 from skipdecode import Engine
 from skipdecode.serve.tool_calls import ToolCallParser
 
+pytest_plugins = ["tool_server"]  # checkpoint, server
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 NEW = 12
-# Like that of Hermes: tools as JSON, and calls as JSON between tags.
-TOOL_TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call by <tool_call>.\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-    "<tool_call>{{ [c.function.name, c.function.arguments] | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
-)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 4, max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with started(checkpoint, TOOL_TEMPLATE) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +367,7 @@ def test_what_open_webui_sends_is_answered(server: Server) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "vehicle: ferry"},
-        {"role": "assistant", "content": "The ferry."},
+        {"role": "assistant", "content": "The ferry.", "reasoning_content": "A ferry is asked for."},
         {"role": "user", "content": [part]},
     ]
     parameters = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.5}

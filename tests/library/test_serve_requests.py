@@ -80,6 +80,9 @@ def test_a_response_can_be_sent_back_as_the_client_dumps_it(server: Server) -> N
         ({"role": "assistant", "content": None, "refusal": "No."}, "assistant: No.\n"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "assistant: No.\n"),
         ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}, "assistant: \n"),
+        ({"role": "assistant", "content": "a", "reasoning": "b"}, "assistant: a\n"),
+        ({"role": "assistant", "content": None, "reasoning": "b"}, "assistant: \n"),
+        ({"role": "assistant", "reasoning_content": "b"}, "assistant: \n"),
         ({"role": "function", "name": "f", "content": None}, "function: \n"),
         (
             {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "a"}}]},
@@ -106,6 +109,7 @@ def test_the_chat_template_gets_the_content_of_each_message(server: Server, mess
         ([{"content": "a"}], "messages.0.role", "messages.0.role is missing"),
         ([{"role": 5, "content": "a"}], "messages.0.role", "messages.0.role is 5: it must be a string"),
         ([{"role": "user"}], "messages.0.content", "messages.0.content is missing"),
+        ([{"role": "user", "reasoning": "a"}], "messages.0.content", "messages.0.content is missing"),
         ([{"role": "user", "content": 5}], "messages.0.content", "it is 5, and must be a string or a list of parts"),
         ([{"role": "user", "content": ["a"]}], "messages.0.content.0", 'content.0 is "a": it must be an object'),
         ([{"role": "user", "content": [{"text": "a"}]}], "messages.0.content.0.type", "type is missing"),

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
+from server_processes import announced_address
 from small_checkpoints import save_checkpoint
 
 pytest.importorskip("ray", reason="replicas need skipdecode[ray]")
@@ -30,14 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple["subproce
     options = ["--replicas", "2", "--threads", "1", "--port", "0", "--speedup", "2"]
     command = [sys.executable, "-m", "skipdecode", "serve", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines = []
-    while not (found := re.search(r"on (http://127\.0\.0\.1:\d+)/v1", lines[-1] if lines else "")):
-        line = process.stderr.readline()
-        assert line, "".join(lines)
-        lines.append(line)
     try:
-        yield process, found[1]
+        yield process, announced_address(process)
     finally:
         process.terminate()
         process.wait(60)  # Ray's processes end with it

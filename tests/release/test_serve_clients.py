@@ -1,22 +1,17 @@
 """Clients of OpenAI's API, each as its users call it, against a server with a tiny model."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from served_checkpoints import Server, started
-from small_checkpoints import save_checkpoint
+from served_checkpoints import Server
 
 import skipdecode
 
 pytestmark = pytest.mark.release
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call by <tool_call>.\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-)
+pytest_plugins = ["tool_server"]  # checkpoint, server
 ASK: Any = [{"role": "user", "content": "vehicle: tram"}]
 SCHEMA = {
     "title": "departure",
@@ -41,17 +36,6 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc}]
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 4, max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with started(folder, TEMPLATE) as found:
-        yield found
 
 
 def expected(server: Server, **fields: Any) -> str:
@@ -106,7 +90,7 @@ def loglikelihood(model: Any, tokenizer: Any, context: str, continuation: str) -
 
 
 def test_lm_eval_gets_the_loglikelihoods_of_transformers(
-    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("tenacity")
@@ -123,7 +107,7 @@ def test_lm_eval_gets_the_loglikelihoods_of_transformers(
         model_args={
             "model": "tiny",
             "base_url": f"{server.client.base_url}completions",
-            "tokenizer": str(folder),
+            "tokenizer": str(checkpoint),
             "tokenizer_backend": "huggingface",
             "max_length": 512,
         },
@@ -132,7 +116,7 @@ def test_lm_eval_gets_the_loglikelihoods_of_transformers(
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         bootstrap_iters=0,
     )
-    model, tokenizer = skipdecode.load(str(folder))
+    model, tokenizer = skipdecode.load(str(checkpoint))
     samples = found["samples"]["departures_of_a_test"]
     assert len(samples) == len(ROWS)
     for sample in samples:

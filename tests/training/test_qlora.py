@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_runs import small_recipe, train_small
 from tiny_models import ragged_prompts, tiny_family
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
 import skipdecode.checkpoint.four_bit
 import train.build
@@ -21,6 +22,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import unwrap
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.cost import CostModel, count_parameters
+from skipdecode.training import SkipTrainingMixin
 from train.build import build_task, model_config
 from train.dry_run.memory import heaviest_step
 from train.prepare import make_arguments, make_trainer, prepare
@@ -29,6 +31,7 @@ pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 
 QLORA = ["model.quantize=nf4", "lora.r=4", "lora.alpha=8", "optim.learning_rate=0.03", "train.max_steps=4"]
 QLORA += ["schedule.texts=0"]
+LORA = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,53 @@ def test_adapters_decode_on_their_base_in_4_bits_as_they_do_merged(base: Path, a
     ]
     assert both[0]["base_weights"] == {"quantize": "nf4", "dtype": "float32"}
     assert "base_weights" not in both[1]["skipdecode"]
+
+
+def on_4_bits(base: Path, **changes: Any) -> Any:
+    """The base with adapters, as a script of the user's own loads it."""
+    config = BitsAndBytesConfig(**{**nf4(torch.float32).to_dict(), **changes})
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = True  # as on CPUs that have these instructions
+    return peft.get_peft_model(model, LORA)
+
+
+def own_trainer(model: Any, folder: Path) -> SkipTrainingMixin:
+    rows = [{"prompt_ids": [5 + n, 6, 7], "completion_ids": [8, 9 + n, 10, 11]} for n in range(8)]
+    arguments = TrainingArguments(str(folder), max_steps=4, learning_rate=0.1, use_cpu=True, report_to=[])
+    return SkipTrainingMixin(model, arguments, train_dataset=rows, speedups=(1, 3))
+
+
+def test_an_own_trainer_saves_adapters_that_decode_on_the_base_in_4_bits_as_trained(base: Path, tmp_path: Path) -> None:
+    model = on_4_bits(base)
+    before = stored(model)
+    trainer = own_trainer(model, tmp_path)
+    trainer.train()
+    assert same(stored(model), before)
+    trainer.save_model()
+    assert trainer.skip_config.base_weights == {"quantize": "nf4", "dtype": "float32"}
+    found = load_model(str(tmp_path))
+    assert same(stored(found), before)
+    assert torch.equal(tokens(found, tmp_path), tokens(model.eval(), tmp_path))
+    assert same(stored(model), before), "decoding stores no weight anew"
+    as_stored = own_trainer(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), LORA), tmp_path / "plain")
+    assert as_stored.skip_config.base_weights is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4': it must be 'nf4'"),
+        ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant=False: it must be True"),
+        ({"llm_int8_skip_modules": ["fc1", "lm_head"]}, r"llm_int8_skip_modules=\['fc1', 'lm_head'\]: it must be None"),
+    ],
+)
+def test_a_base_that_could_not_be_loaded_again_is_refused_before_training(
+    base: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        own_trainer(on_4_bits(base, **changes), tmp_path)
 
 
 def test_adapters_on_4_bits_decode_at_full_depth_as_generate_does(apart: Path) -> None:
