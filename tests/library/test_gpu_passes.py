@@ -4,6 +4,7 @@ import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,10 +139,6 @@ def test_engines_of_kernels_give_each_sequence_its_tokens(
     monkeypatch.setattr(gpu_passes, "MAX_GRAPHS", 3)
     if not whole_layers:
         monkeypatch.setattr(gpu_passes, "gpu_layers", lambda *arguments: None)
-    decoded = []
-    decode = GpuPasses.decode
-    monkeypatch.setattr(
-        GpuPasses, "decode", lambda *passed, **drafts: decoded.append(drafts["drafts"]) or decode(*passed, **drafts)
-    )
-    play(name, torch.float32, 8, seed=4)
-    assert {*decoded} == {False, True}
+    with patch.object(GpuPasses, "decode", autospec=True, side_effect=GpuPasses.decode) as decode:
+        play(name, torch.float32, 8, seed=4)
+    assert {call.kwargs["drafts"] for call in decode.call_args_list} == {False, True}
