@@ -10,10 +10,10 @@ from skipdecode import SkipSchedule
 from skipdecode.families import decoder_layers
 from skipdecode.training import Objective, PromptCompletionCollator, step_loss
 
-LAYERS = 3
+LAYERS = 2
 SCHEDULES = [
     SkipSchedule.full_depth(LAYERS),
-    SkipSchedule(LAYERS, 2, 1, horizon=4, prompt="max"),
+    SkipSchedule(LAYERS, 1, 1, decay="constant", prompt="max"),
     SkipSchedule(LAYERS, 2, 1, horizon=6),
 ]
 
@@ -34,7 +34,7 @@ def test_compiled_layers_have_the_same_gradients_and_are_not_compiled_for_each_l
     for layer in decoder_layers(compiled):
         layer.compile(backend="eager")  # traces as inductor does, and needs no C++ compiler
     graphs = []
-    for lengths in ((1, 2), (3, 2), (2, 4), (5, 1)):
+    for lengths in ((1, 2), (3, 2), (2, 4)):
         found, expected = gradients(compiled, *lengths), gradients(plain, *lengths)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         graphs.append(counters["stats"]["unique_graphs"])
