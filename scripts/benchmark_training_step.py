@@ -1,10 +1,11 @@
-"""Measure the time of a training step under a schedule relative to full depth, and the share of computed positions.
+"""Measure what is left of a training step's time under a schedule, beside what is left of its work.
 
     python scripts/benchmark_training_step.py --shape opt-tiny --speedup 2 3 4
 
-Weights and tokens are random; the step is forward, loss and backward, without the optimiser. In each repeat the
-schedules take turns with full depth, so that a drifting machine speed affects all alike; ratios are medians over
-repeats [quartiles].
+Weights and tokens are random, and made on the device; the step is forward, loss and backward, without the optimiser. In
+each repeat the schedules take turns with full depth, so that a drifting machine speed affects all alike; ratios to full
+depth are medians over repeats [quartiles]. Work is counted by parameters: each layer's at the positions that run it,
+and the LM head's at those that predict.
 """
 
 import argparse
@@ -21,23 +22,25 @@ from rich.progress import track
 
 from configs.shapes import random_model, read_shape
 from eval.tables import Table
-from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
+from skipdecode import CostModel, SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
+from skipdecode.training import step_loss
 from skipdecode.training.batch_layout import lay_out
-from skipdecode.training.objective import completion_loss, predicting_budgets, unpack_batch
+
+
+def step_work(cost: CostModel, layers_share: float, prompt_length: int, new_tokens: int) -> float:
+    """The multiplications of a row's forward pass, but for the attention's scores."""
+    in_layers = cost.layer_parameters * cost.num_layers * layers_share * (prompt_length + new_tokens)
+    return in_layers + cost.head_parameters * (new_tokens + 1)
 
 
 def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:
     """The time of forward, loss and backward of one batch under a schedule."""
-    prompt_columns, columns, labels = unpack_batch(batch)
-    on_cuda = labels.device.type == "cuda"
+    on_cuda = batch["labels"].device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    with skip_layers(model, schedule, prompt_columns=prompt_columns):
-        logits = model(**columns).logits
-    budgets = predicting_budgets(schedule, labels.shape[1])
-    completion_loss(logits[:, :-1], labels, budgets, num_layers=schedule.num_layers).backward()
+    step_loss(model, batch, [schedule]).backward()
     model.zero_grad(set_to_none=True)
     if on_cuda:
         torch.cuda.synchronize()
@@ -60,7 +63,8 @@ def main() -> int:
     if options.layers:
         shape["num_hidden_layers"] = options.layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
+    torch.manual_seed(0)
+    with torch.device(device):  # so that billions of weights are neither made by the host nor copied from it
         model = random_model(shape, getattr(torch, options.dtype)).train()
     cost = CostModel.of(model)
     schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
@@ -79,14 +83,16 @@ def main() -> int:
             if repeat >= 2:  # the first two repeats warm up
                 ratios[number].append(ratio)
 
-    rows = []
+    rows, lengths = [], (options.prompt_length, options.new_tokens)
     for speedup, schedule, found in zip(options.speedup, schedules, ratios, strict=True):
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
         share = schedule.computed_share(options.prompt_length, options.prompt_length + options.new_tokens)
+        work = step_work(cost, share, *lengths) / step_work(cost, 1, *lengths)
         mean = schedule.mean_budget(options.new_tokens)
-        rows.append((f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
+        left = (f"{share:.3f}", f"{work:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+        rows.append((f"{speedup:g}x", f"{mean:.2f}", *left))
     title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}"
-    headers = ("target", "mean layers", "share of positions computed", "relative step time", "quartiles")
+    headers = ("target", "mean layers", "layer positions left", "work left", "step time left", "quartiles")
     Console().print(Table(headers, rows, title).to_rich())
     return 0
 

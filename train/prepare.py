@@ -417,6 +417,7 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             deepspeed=deepspeed,
             use_cpu=on_cpu,  # without it, each of torchrun's processes would train alone
             dataloader_pin_memory=not on_cpu,
+            accelerator_config={"non_blocking": not on_cpu},  # without it the next batch waits for the step
             disable_tqdm=True,  # train.progress shows the bar
         )
     except (ValueError, ImportError) as error:

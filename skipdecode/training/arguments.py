@@ -18,6 +18,12 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("padding_free", (False,), _LAYOUT),
     ("completion_only_loss", (None, True), "layer skipping trains completions alone, since prompts run other layers"),
     ("use_liger_kernel", (False,), "its fused loss gives no logits, from which layer skipping computes the loss"),
+    (
+        "torch_compile",
+        (False,),
+        "it compiles the whole model, anew for each schedule and length; compile its layers instead, with "
+        "`for layer in skipdecode.families.decoder_layers(model): layer.compile()`",
+    ),
     ("loss_type", ("nll", "chunked_nll"), _LOSS),
     ("label_smoothing_factor", (0,), _LOSS),
 )

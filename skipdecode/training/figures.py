@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainerCallback
 
 from skipdecode.gating import LayerGate
 from skipdecode.training.batch_layout import IGNORED
+from skipdecode.training.kept_values import KeptValues
 from skipdecode.training.objective import BANDS, DepthBands
 from skipdecode.training.sampling import Draw
 
@@ -25,13 +27,15 @@ class StepFigures(TrainerCallback):
 
     def __init__(self, num_layers: int) -> None:
         self.bands = DepthBands(num_layers)
+        self._kept = KeptValues()
         self._reset()
 
     def _reset(self) -> None:
         self._seconds = self._clock = 0.0
         self._run_positions = self._skipped_positions = 0
         self._target_sum = 0.0
-        self.passes = self._tokens = self._token_passes = self._layers = 0
+        self.passes = 0
+        self._tokens = self._token_passes = self._layers = 0.0
 
     def start_clock(self) -> None:
         """Start the clock at the beginning of a step."""
@@ -42,6 +46,8 @@ class StepFigures(TrainerCallback):
         self._seconds, self._clock = self._seconds + now - self._clock, now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (control.should_evaluate or control.should_save) and args.device.type != "cpu":
+            torch.accelerator.synchronize(args.device)  # these would wait for the step, with the clock stopped
         self._stop_clock()
 
     # A validation or a checkpoint that comes between a step and its log isn't part of the step.
@@ -60,7 +66,9 @@ class StepFigures(TrainerCallback):
         """Add a batch, of labels [batch, new tokens], that ran under the schedules of `draws`."""
         self.passes += len(draws)
         self._target_sum += sum(draw.speedup for draw in draws)
-        tokens = (labels != IGNORED).sum(dim=0).tolist()  # [new tokens]
+        self._kept.keep((labels != IGNORED).sum(dim=0), partial(self._add_tokens, draws))  # [new tokens]
+
+    def _add_tokens(self, draws: Sequence[Draw], tokens: list[float]) -> None:
         self._tokens += sum(tokens)
         self._token_passes += sum(tokens) * len(draws)
         for draw in draws:
@@ -69,6 +77,8 @@ class StepFigures(TrainerCallback):
     def take(self, accelerator: Any, device: torch.device) -> dict[str, float]:
         """The figures of the steps since the last call, over all processes, each of which must call this."""
         self._stop_clock()  # the loss to be logged has been waited for since the step's end
+        self._kept.read()
+        self.bands.read()
         counts = [self._tokens, self._token_passes, self._layers, self._run_positions, self._skipped_positions]
         sums = torch.tensor([*counts, *self.bands.sums, *self.bands.counts], dtype=torch.float64)
         if accelerator.num_processes > 1:

@@ -31,7 +31,7 @@ from skipdecode.training.objective import Objective, token_losses, unpack_batch
 from skipdecode.training.sampling import Draw, ScheduleSampler, make_sampler, settings_of
 from skipdecode.training.sampling import default_speedup as checked_default
 from skipdecode.training.saving import save_skip_files
-from skipdecode.training.step import step_losses
+from skipdecode.training.step import step_losses, uses_every_parameter
 
 MAX_VALIDATED = 5  # targets that a validation runs: of more, this many evenly spaced ones
 MEASURED_ROWS = 10_000  # of a larger dataset, about this many rows, evenly spaced, give its lengths
@@ -146,6 +146,13 @@ class SkipTrainingMixin(Trainer):
         keep_end = getattr(self.args, "truncation_mode", "keep_start") == "keep_end"
         with self.args.main_process_first(desc="splitting answers"):
             return split_answers(dataset, max_length=getattr(self.args, "max_length", None), keep_end=keep_end)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let DDP search each pass for parameters without a gradient only where there may be some."""
+        chosen = self.args.ddp_find_unused_parameters
+        if chosen is None and self.model is not None and uses_every_parameter(self.model):
+            self.args.ddp_find_unused_parameters = False
+        super().create_accelerator_and_postprocess()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return super().get_eval_dataloader(self._answers(eval_dataset))

@@ -1,7 +1,9 @@
 """The training objective: next-token loss on completions under a schedule, logged by bands of depth."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from skipdecode.schedule.schedule import SkipSchedule
 from skipdecode.training.batch_layout import IGNORED
 from skipdecode.training.exits import Exits
+from skipdecode.training.kept_values import KeptValues
 
 BANDS = 4  # number of bands into which the depth is divided for logging
 
@@ -215,11 +218,15 @@ def predicting_budgets(schedule: SkipSchedule, new_tokens: int) -> list[int]:
 
 @dataclass
 class DepthBands:
-    """Sums of token losses since the last `take`, grouped by the number of layers that predicted the token."""
+    """Sums of token losses since the last `take`, grouped by the number of layers that predicted the token.
+
+    Call `read` before you look at `sums` and `counts`.
+    """
 
     num_layers: int
     sums: list[float] = field(default_factory=lambda: [0.0] * BANDS)
     counts: list[float] = field(default_factory=lambda: [0.0] * BANDS)
+    _kept: KeptValues = field(default_factory=KeptValues, repr=False)
 
     def band(self, budget: int) -> int:
         return min(BANDS - 1, (budget - 1) * BANDS // self.num_layers)
@@ -231,14 +238,23 @@ class DepthBands:
 
     def add(self, losses: torch.Tensor, counted: torch.Tensor, budgets: list[int]) -> None:
         """Add token losses [batch, new tokens] where `counted` is true; `budgets` has one number per position."""
-        by_position = (losses.detach() * counted).sum(dim=0).tolist()  # one transfer from the device
-        tokens = counted.sum(dim=0).tolist()
+        by_position = (losses.detach() * counted).sum(dim=0)
+        tokens = counted.sum(dim=0).to(by_position.dtype)
+        self._kept.keep(torch.cat([by_position, tokens]), partial(self._add, budgets))  # [2 * new tokens]
+
+    def _add(self, budgets: list[int], values: list[float]) -> None:
+        by_position, tokens = values[: len(budgets)], values[len(budgets) :]
         for total, count, budget in zip(by_position, tokens, budgets, strict=True):
             self.sums[self.band(budget)] += total
             self.counts[self.band(budget)] += count
 
+    def read(self) -> None:
+        """Bring `sums` and `counts` up to date, for which the host waits for the device."""
+        self._kept.read()
+
     def take(self) -> dict[str, float]:
         """The mean loss of each band since the last call; bands without tokens are left out."""
+        self.read()
         means = {self.name(b): s / n for b, (s, n) in enumerate(zip(self.sums, self.counts, strict=True)) if n}
         self.sums, self.counts = [0.0] * BANDS, [0.0] * BANDS
         return means
@@ -284,7 +300,9 @@ def completion_loss(
 
 def position_weights(budgets: list[int], num_layers: int, power: float, like: torch.Tensor) -> torch.Tensor:
     """The weight of a token at each predicting position, [new tokens], with the dtype and device of `like`."""
-    return like.new_tensor([(budget / num_layers) ** power for budget in budgets])
+    # Filled there, because the host would wait for the device to copy a list to it.
+    runs = itertools.groupby((budget / num_layers) ** power for budget in budgets)
+    return torch.cat([like.new_full((len(list(run)),), weight) for weight, run in runs])
 
 
 def distillation_loss(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from skipdecode.families import FAMILIES, unwrap
 from skipdecode.gating import LayerGate, skip_layers
 from skipdecode.schedule.schedule import SkipSchedule
 from skipdecode.training.exits import Exits, run_exits
@@ -94,3 +95,16 @@ def step_losses(
         return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
 
     return objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=bands, step=step)
+
+
+def uses_every_parameter(model: nn.Module) -> bool:
+    """Whether every pass of `step_losses` gives all parameters that are trained a gradient, whatever its schedule.
+
+    What a schedule skips gets a gradient of zeros (`skip_layers`, `keep_in_graph`), so this depends on the model alone.
+    One whose parts aren't known, or that has others, may have parameters that its forward pass doesn't reach, such as
+    those of cross-attention.
+    """
+    config = unwrap(model).config
+    family = FAMILIES.get(config.model_type)
+    parts = None if family is None else family.parts
+    return parts is not None and all(getattr(config, name, value) == value for name, value in parts.plain.items())

@@ -217,6 +217,7 @@ def test_the_example_trains_a_model_that_decodes_at_its_speeds(tmp_path: Path) -
         ({"completion_only_loss": False}, {}, "completion_only_loss is False: layer skipping trains completions alone"),
         ({"loss_type": "dft"}, {}, "loss_type is 'dft': layer skipping computes the loss itself"),
         ({"label_smoothing_factor": 0.1}, {}, r"label_smoothing_factor is 0.1: .+pass objective=Objective\(...\)"),
+        ({"torch_compile": True}, {}, r"torch_compile is True: it compiles the whole model.+layer.compile\(\)"),
         ({}, {"data_collator": len}, "data_collator is a builtin_function_or_method: layer skipping needs batches"),
         ({}, {"compute_metrics": len}, "compute_metrics was passed: validation gives the loss at each target alone"),
         ({}, {"train_dataset": Dataset.from_dict({"text": ["w1 w2"]})}, "row 0 trains its first token, so it has no"),
