@@ -1,5 +1,7 @@
 """Finding configuration files by name, and reading YAML."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +39,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     return {str(key): value for key, value in values.items()}
+
+
+def from_dotlist(pairs: Sequence[str]) -> Any:
+    """Values of `section.key=value` words, as `OmegaConf.from_dotlist`, to which the rest behind a # is a comment.
+
+    Here it isn't, as a shell has no comments within a word.
+
+    >>> from_dotlist(["task.answer_after=####", "task.holdout=3"])
+    {'task': {'answer_after': '####', 'holdout': 3}}
+    """
+    return OmegaConf.from_dotlist([_quoted(pair) for pair in pairs])
+
+
+def _quoted(pair: str) -> str:
+    key, _, value = pair.partition("=")
+    return f"{key}={json.dumps(value)}" if "#" in value and value[0] not in "\"'[{" else pair

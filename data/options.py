@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from configs.files import YAML_ERRORS
+from configs.files import YAML_ERRORS, from_dotlist
 from skipdecode.errors import ConfigError, first_line
 
 
@@ -15,7 +15,7 @@ def task_options_of(pairs: Sequence[str]) -> dict[str, Any]:
         if not all(part.strip() for part in pair.partition("=")):
             raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
     try:
-        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+        changes = OmegaConf.to_container(from_dotlist(pairs))
     except YAML_ERRORS as error:
         raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
     assert isinstance(changes, dict)

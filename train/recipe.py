@@ -8,7 +8,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
+from configs.files import ROOT, YAML_ERRORS, from_dotlist, named_file, read_yaml
 from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy, Sampling
@@ -357,7 +357,7 @@ def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool
                 f"override {override!r} has no value: {key}=null unsets it, and {key}=\"''\" sets an empty string"
             )
     try:
-        changes = OmegaConf.from_dotlist(overrides or [])
+        changes = from_dotlist(overrides or [])
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes), resolve=True)
         _check_values(merged, path.name)
     except ConfigError:

@@ -48,10 +48,8 @@ def send(address: str, number: int = 0, **fields: int) -> str:
     stream = number % 2 == 0
     try:
         answer = httpx.post(f"{address}/v1/completions", json={**BODY, "stream": stream, **fields}, timeout=WAIT)
-    except httpx.RemoteProtocolError:
-        return "broken stream"
-    except (httpx.ConnectError, httpx.ReadError):
-        return "no connection"
+    except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError) as error:
+        return "broken stream" if stream and isinstance(error, httpx.RemoteProtocolError) else "no connection"
     if answer.status_code != 200:
         return f"status {answer.status_code}"
     ended = answer.text.endswith("data: [DONE]\n\n") if stream else answer.json()["choices"][0]["text"]

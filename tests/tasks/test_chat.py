@@ -252,8 +252,14 @@ def test_conversations_are_trained_on_and_evaluated(tmp_path: Path) -> None:
     for split, lines in (("train", rows[:10]), ("test", rows[10:])):
         (tmp_path / f"{split}.jsonl").write_text("".join(lines))
     chat_tokenizer("chatml").save_pretrained(tmp_path / "tokenizer")
-    data = f"{{task: chat, path: {tmp_path}, options: {{answer_after: '####'}}}}"
-    limits = ("data.max_prompt_tokens=64", "data.max_completion_tokens=32", "schedule.horizon=16")
+    data = f"{{task: chat, path: {tmp_path}}}"
+    # The marker is no YAML comment.
+    limits = (
+        "data.options.answer_after=####",
+        "data.max_prompt_tokens=64",
+        "data.max_completion_tokens=32",
+        "schedule.horizon=16",
+    )
     model = (f"model.tokenizer={tmp_path / 'tokenizer'}", "model.vocab_size=512")
     run = train_small_on(data, tmp_path / "run", *model, *limits, "train.max_steps=2")
     output = tmp_path / "eval"
