@@ -15,9 +15,10 @@ Seven invariants hold throughout (docs/how-it-works.md explains them):
    again.
 """
 
-from typing import TYPE_CHECKING
-
-from skipdecode.lazy_imports import lazy_names
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skipdecode.checkpoint.loading import load
@@ -63,4 +64,26 @@ _HOMES = {
     "solve_schedule": "schedule.solver",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+
+def _lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions `__getattr__` and `__dir__` of a package whose names are imported when they are used (PEP 562).
+
+    Args:
+        package: the package's `__name__`.
+        homes: for each public name, the module within the package that defines it.
+
+    `__getattr__` raises AttributeError for other names.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names
+
+
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)

@@ -5,7 +5,7 @@ Needs torch and transformers; `SkipTrainingMixin` also needs accelerate, as tran
 
 from typing import TYPE_CHECKING
 
-from skipdecode.lazy_imports import lazy_names
+from skipdecode import _lazy_names
 
 if TYPE_CHECKING:
     from skipdecode.training.collator import PromptCompletionCollator, split_answers
@@ -43,4 +43,4 @@ _HOMES = {
     "step_losses": "step",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)
