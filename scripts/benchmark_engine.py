@@ -7,10 +7,8 @@ medians over repeats, ratios have quartiles. A static batch is `skip_generate` w
 transformers runs every layer.
 """
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from configs.shapes import random_model, read_shape
 from eval.tables import Table
+from scripts.random_models import DEVICE, make_model, make_parser, seconds
 from skipdecode import Engine, SkipSchedule, skip_generate, solve_schedule
 from skipdecode.cli.process import run_command
 from skipdecode.timing.interleave import Ratio, order_of_turn
@@ -32,31 +30,11 @@ WARM_UP = 3  # turns in which graphs are captured and kernels compiled
 STATIC, ENGINE, PEER = "static batch", "engine", "transformers"
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser = make_parser(__doc__, speedups=[1, 3], repeats=5)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--speedup", type=float, nargs="+", default=[1, 3])
-    parser.add_argument("--prompt-length", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
-        model: Any = random_model(shape, getattr(torch, options.dtype)).eval()
+    model = make_model(options).eval()
     length, new_tokens = options.prompt_length, options.new_tokens
     engine = Engine(model, most_rows=max(options.requests), wave_tokens=max(256, 32 * length), prefix_mib=0)
     # No end token: every sequence is decoded to its full length.
@@ -68,7 +46,7 @@ def main() -> int:
     )
     rows = []
     for requests in options.requests:
-        ids = torch.randint(4, options.vocab_size, (requests, length), device=device)
+        ids = torch.randint(4, options.vocab_size, (requests, length), device=DEVICE)
         prompts = ids.tolist()
 
         def through_engine(schedule: SkipSchedule, prompts: list[list[int]] = prompts) -> None:
@@ -103,7 +81,7 @@ def main() -> int:
             beside = [str(Ratio.of(times[other, of], taken)) for other, of in ((STATIC, target), (PEER, 1))]
             rows.append((str(requests), system, f"{target:g}x", speed, *beside))
     headers = ("requests", "system", "target", "tokens/s", "over a static batch", "over transformers")
-    Console().print(Table(headers, rows, f"{options.shape}, {options.dtype}, {device}").to_rich())
+    Console().print(Table(headers, rows, f"{options.shape}, {options.dtype}, {DEVICE}").to_rich())
     return 0
 
 

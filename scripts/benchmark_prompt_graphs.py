@@ -7,10 +7,9 @@ Targets are solved for decode steps, so that prompts run every layer. Without a 
 program itself is checked.
 """
 
-import argparse
+import functools
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +19,30 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from configs.shapes import random_model, read_shape
 from eval.tables import Table
+from scripts.random_models import DEVICE, make_model, make_parser, seconds
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.cli.process import run_command
 from skipdecode.timing.interleave import Ratio, order_of_turn
 
 
-def seconds(model: Any, ids: torch.Tensor, schedule: SkipSchedule, captured: bool, new_tokens: int) -> float:
-    """The time of one generation; with `captured`, its prompts run as a CUDA graph too."""
+def decode(model: Any, ids: torch.Tensor, schedule: SkipSchedule, captured: bool, new_tokens: int) -> None:
+    """One generation; with `captured`, its prompts run as a CUDA graph too."""
     request = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     request |= {"attention_mask": torch.ones_like(ids), "cuda_graphs": True if captured else None}
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
     model.generate(ids, custom_generate=skip_generate, schedule=schedule, **request)
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser = make_parser(__doc__, speedups=[2, 3, 4, 5], repeats=9)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    parser.add_argument("--speedup", type=float, nargs="+", default=[2, 3, 4, 5])
-    parser.add_argument("--prompt-length", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
-        model = random_model(shape, getattr(torch, options.dtype)).eval()
+    model = make_model(options).eval()
     targets = {1.0: SkipSchedule.full_depth(model.config.num_hidden_layers)}
     targets |= {each: solve_schedule(model, each, horizon=options.new_tokens) for each in options.speedup}
     rows = []
     for size in options.batch_size:
-        ids = torch.randint(4, options.vocab_size, (size, options.prompt_length), device=device)
+        ids = torch.randint(4, options.vocab_size, (size, options.prompt_length), device=DEVICE)
 
         runs = [
             (target, captured, new)
@@ -70,7 +53,7 @@ def main() -> int:
         times: dict[tuple[float, bool, int], list[float]] = {run: [] for run in runs}
         for turn in track(range(options.repeats + 3), f"batch {size}", console=Console(stderr=True)):
             for run in order_of_turn(runs, turn):
-                taken = seconds(model, ids, targets[run[0]], *run[1:])
+                taken = seconds(functools.partial(decode, model, ids, targets[run[0]], *run[1:]))
                 if turn >= 3:  # shapes are captured in their second turn
                     times[run].append(taken)
         full = times[1.0, False, options.new_tokens]
@@ -79,7 +62,7 @@ def main() -> int:
             whole = [times[target, captured, options.new_tokens] for captured in (False, True)]
             saved = f"{Ratio.of(before, after)} of {1000 * statistics.median(before):.1f} ms"
             rows.append((str(size), f"{target:g}x", saved, *(str(Ratio.of(full, each)) for each in whole)))
-    title = f"prompts as CUDA graphs, {options.shape}, {options.dtype}, {device}"
+    title = f"prompts as CUDA graphs, {options.shape}, {options.dtype}, {DEVICE}"
     headers = ("batch", "target", "prefill", "speedup (end-to-end), steps captured", "prompts captured too")
     Console().print(Table(headers, rows, title).to_rich())
     return 0

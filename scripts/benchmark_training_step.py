@@ -11,7 +11,6 @@ and the LM head's at those that predict.
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from configs.shapes import random_model, read_shape
 from eval.tables import Table
+from scripts.random_models import DEVICE, make_model, seconds
 from skipdecode import CostModel, SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
 from skipdecode.training import step_loss
@@ -36,15 +35,12 @@ def step_work(cost: CostModel, layers_share: float, prompt_length: int, new_toke
 
 def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:
     """The time of forward, loss and backward of one batch under a schedule."""
-    on_cuda = batch["labels"].device.type == "cuda"
-    if on_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step_loss(model, batch, [schedule]).backward()
-    model.zero_grad(set_to_none=True)
-    if on_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+
+    def step() -> None:
+        step_loss(model, batch, [schedule]).backward()
+        model.zero_grad(set_to_none=True)
+
+    return seconds(step)
 
 
 def main() -> int:
@@ -59,13 +55,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
-    if options.layers:
-        shape["num_hidden_layers"] = options.layers
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    with torch.device(device):  # so that billions of weights are neither made by the host nor copied from it
-        model = random_model(shape, getattr(torch, options.dtype)).train()
+    model = make_model(options, **({"num_hidden_layers": options.layers} if options.layers else {})).train()
     cost = CostModel.of(model)
     schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
     full = SkipSchedule.full_depth(cost.num_layers, options.new_tokens)
@@ -74,7 +65,7 @@ def main() -> int:
         return torch.randint(4, options.vocab_size, (options.batch_size, length)).tolist()
 
     batch = lay_out(ids(options.prompt_length), ids(options.new_tokens), pad_token=1)
-    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    batch = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     ratios: list[list[float]] = [[] for _ in schedules]
     for repeat in track(range(options.repeats + 2), "steps", console=Console(stderr=True)):
         base = step_seconds(model, batch, full)
@@ -91,7 +82,7 @@ def main() -> int:
         mean = schedule.mean_budget(options.new_tokens)
         left = (f"{share:.3f}", f"{work:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
         rows.append((f"{speedup:g}x", f"{mean:.2f}", *left))
-    title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}"
+    title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {DEVICE}"
     headers = ("target", "mean layers", "layer positions left", "work left", "step time left", "quartiles")
     Console().print(Table(headers, rows, title).to_rich())
     return 0

@@ -130,15 +130,14 @@ class SpanChunkInputs(ChunkInputs):
         super().__init__(*inputs)
         self._kernels = kernels
         device, size = self.pool.keys.device, kernels.QUERY_BLOCK
-        of_tokens = torch.tensor([self._rows, self._slots])
         ends = list(accumulate(self.counts))
         blocks = [
             (first, min(size, end - first))
             for end, count in zip(ends, self.counts, strict=True)
             for first in range(end - count, end, size)
         ]
-        self._token_slots = of_tokens[1].to(device, torch.int32)
-        self._token_starts = self.starts.T[:, of_tokens[0]].to(device, torch.int32).contiguous()  # [layers, tokens]
+        self._token_slots = torch.tensor(self._slots, dtype=torch.int32, device=device)
+        self._token_starts = self.starts.T[:, self._rows].contiguous().to(device)  # [layers, tokens]
         self._blocks = torch.tensor(blocks, dtype=torch.int32, device=device).T.contiguous()
         self._all = torch.tensor([len(self._slots)], dtype=torch.int32, device=device)
         self._layer = 0

@@ -1,14 +1,13 @@
 """Layers as Triton kernels compute what torch does, on a GPU or in Triton's interpreter (make test-kernels)."""
 
 import copy
-import importlib.util
-import os
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from kernel_devices import GPU, HERE, IN_INTERPRETER
 from tiny_models import tiny_opt
 
 from skipdecode import SkipSchedule
@@ -24,10 +23,6 @@ from skipdecode.kernels.on_gpu import triton_kernels
 
 # All but families with sliding windows, and with norms of queries and keys.
 SUPPORTED = sorted({*MODELS} - {"mistral", "qwen3"})
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
-# The interpreter runs with TRITON_INTERPRET=1 in the environment, which must be there when torch is imported.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter: make test-kernels"))
 
 
 def halves(name: str, device: str) -> tuple[FastDecoder, FastDecoder]:
@@ -162,7 +157,7 @@ def test_steps_of_triton_kernels_choose_the_tokens_of_torchs_operations(name: st
 
 @pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("lengths", [[4], [2, 5]], ids=["a row", "padded rows"])
-@pytest.mark.skipif(not INTERPRETED, reason="no interpreter: make test-kernels")
+@IN_INTERPRETER
 def test_interpreted_steps_choose_the_tokens_of_torchs_operations(
     name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

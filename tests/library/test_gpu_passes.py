@@ -1,7 +1,5 @@
 """An engine by Triton kernels decodes what torch does, on a GPU or in Triton's interpreter (make test-kernels)."""
 
-import importlib.util
-import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_cases import play
+from kernel_devices import GPU, HERE, IN_INTERPRETER
 
 from skipdecode.engine import gpu_passes
 from skipdecode.engine.gpu_passes import GpuPasses
@@ -17,11 +16,6 @@ from skipdecode.fastpath.layer import rotate
 from skipdecode.kernels import on_gpu
 from skipdecode.kernels.on_gpu import triton_kernels
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
-# The interpreter runs with TRITON_INTERPRET=1 in the environment, which must be there when torch is imported.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-WITHOUT = pytest.mark.skipif(not INTERPRETED, reason="no interpreter: make test-kernels")
-HERE = pytest.param("cpu", marks=WITHOUT)
 KV_HEADS, POOL_SLOTS, DIM = 2, 400, 12
 
 
@@ -124,7 +118,7 @@ def test_prompts_of_several_lengths_attend_to_their_spans(case: str, device: str
     torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
 
-@WITHOUT
+@IN_INTERPRETER
 @pytest.mark.parametrize(
     ("name", "whole_layers"),
     [("llama", True), ("bloom", False), ("mistral", False)],
