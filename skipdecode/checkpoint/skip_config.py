@@ -169,7 +169,7 @@ class SkipConfig:
         if isinstance(cost, CostModel):
             cost = self._cost_under(conditions, cost, profile)
         settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
-        return solve_schedule(cost, speedup, over=over, **settings)
+        return solve_schedule(cost, speedup, over=over, budgets=self.trained_budgets, **settings)
 
     def cost_for(
         self, sizes: CostModel, *, prompts: Sequence[Sequence[int]] | None = None, profile: Profile | None = None
@@ -227,6 +227,18 @@ class SkipConfig:
         """
         usual = self.prompt_length if prompt_length is None else prompt_length
         return sorted({max(1, usual // 2), usual, usual + (self.horizon or 0)})
+
+    @cached_property
+    def trained_budgets(self) -> frozenset[int] | None:
+        """The numbers of layers that tokens or prompts ran in training; None where there are no trained schedules.
+
+        A pretrained model writes poor text with any other number (docs/results.md).
+        """
+        if not self.schedules:
+            return None
+        trained = self.schedules.values()
+        tokens = {schedule.budget(i) for schedule in trained for i in range(schedule.horizon + 1)}
+        return frozenset(tokens | {schedule.prompt_budget for schedule in trained})
 
     @property
     def trained_range(self) -> tuple[float, float] | None:

@@ -1,7 +1,7 @@
 """Find the schedule for a target speedup: `solve_schedule`."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -41,6 +41,7 @@ def solve_schedule(
     prompt_stop: int | None = None,
     order: Iterable[int] | None = None,
     spread: float = 0.5,
+    budgets: Collection[int] | None = None,
     over: Over = "decode",
     lengths: Lengths | Iterable[int] | None = None,
     prompt_lengths: Lengths | Iterable[int] | None = None,
@@ -73,6 +74,8 @@ def solve_schedule(
         spread: the distance of max_layers and min_layers, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows, and ignored for constant decay, where
             the two are equal.
+        budgets: the numbers of layers that tokens and prompts may run, such as those that a checkpoint was trained for;
+            None: any from warmup_layers on. Full depth is always allowed.
         over: "decode": the target is for the time from the first new token to the last; "all": for the time of prefill
             and decoding. In the second case prompts run fewer layers where decoding alone would have to be
             `MAX_DECODE_RATIO` times as fast as the target.
@@ -88,7 +91,7 @@ def solve_schedule(
         The schedule.
 
     Raises:
-        ConfigError: for a target below 1, or above what min_layers = max_layers = warmup_layers reaches (the message
+        ConfigError: for a target below 1, or above what a constant schedule of the lowest budget reaches (the message
             names that maximum); for a condition or a dtype given together with a cost that already has it.
     """
     check_speedup(speedup)
@@ -103,17 +106,19 @@ def solve_schedule(
     if order is not None:
         shape["order"] = tuple(order)
     stop = None if speedup == 1 else prompt_stop
-    target = _Target(cost, speedup, over, spread, {**shape, "decay_rate": decay_rate, "prompt_stop": stop})
-    fastest = target.schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max")
+    depths = range(warmup_layers, cost.num_layers + 1)
+    allowed = [depth for depth in depths if budgets is None or depth in budgets or depth == cost.num_layers]
+    target = _Target(cost, speedup, over, spread, allowed, {**shape, "decay_rate": decay_rate, "prompt_stop": stop})
+    fastest = target.schedule(allowed[0], allowed[0], prompt if over == "decode" else "max")
     if speedup == 1:
         return target.schedule(cost.num_layers, cost.num_layers, prompt)
     reachable = target.reached_by(fastest)
     if speedup > reachable:
-        raise OutOfReachError(speedup, reachable, warmup_layers)
+        raise OutOfReachError(speedup, reachable, allowed[0], warmup_layers)
     target = replace(target, speedup=min(speedup * cost.margin, reachable))
     found = target.nearest(prompt)
     if over == "all" and not target.decodes_slowly_enough(found):
-        found = target.with_fewer_prompt_layers(target.schedule(warmup_layers, warmup_layers, prompt).prompt_budget)
+        found = target.with_fewer_prompt_layers(target.schedule(allowed[0], allowed[0], prompt).prompt_budget)
     assert found is not None  # since the target can be reached
     return target.with_longer_horizon(found)
 
@@ -125,12 +130,12 @@ class OutOfReachError(ConfigError):
         limit: the largest speedup that a schedule reaches, rounded down to two decimals.
     """
 
-    def __init__(self, speedup: float, reachable: float, warmup_layers: int) -> None:
+    def __init__(self, speedup: float, reachable: float, least: int, warmup_layers: int) -> None:
         self.limit = rounded_down(reachable)
-        super().__init__(
-            f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
-            f"{self.limit:.2f}; choose a lower speedup, or lower warmup_layers"
-        )
+        bound, remedy = f"warmup_layers = min_layers = {least}", "choose a lower speedup, or lower warmup_layers"
+        if least > warmup_layers:
+            bound, remedy = f"min_layers = {least}, the fewest that budgets allow,", "choose a lower speedup"
+        super().__init__(f"speedup is {speedup:g}: with {bound} this model reaches at most {self.limit:.2f}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class _Target:
     speedup: float
     over: Over
     spread: float
+    budgets: Sequence[int]  # the numbers of layers that may run, ascending
     shape: Mapping[str, Any]  # the fields of the schedules other than max_layers, min_layers and prompt
 
     def schedule(self, max_layers: int, min_layers: int, prompt: PromptPolicy | int) -> SkipSchedule:
@@ -164,17 +170,18 @@ class _Target:
     def _fast_enough(self, prompt: PromptPolicy | int) -> dict[SkipSchedule, float]:
         """For each max_layers that allows it, the slowest schedule that reaches the target, and its speedup."""
         candidates: dict[SkipSchedule, float] = {}
-        warmup = self.shape["warmup_layers"]
-        for max_layers in range(warmup, self.cost.num_layers + 1):
-            lowest = max_layers if self.shape["decay"] == "constant" else warmup
-            if self.reached_by(self.schedule(max_layers, lowest, prompt)) < self.speedup:
+        lowest = 0  # position in `budgets` of the least min_layers
+        for position, max_layers in enumerate(self.budgets):
+            if self.shape["decay"] == "constant" or max_layers - 1 != self.budgets[position - 1]:
+                lowest = position  # a budget that decays passes through every number down to min_layers
+            if self.reached_by(self.schedule(max_layers, self.budgets[lowest], prompt)) < self.speedup:
                 break  # a larger max_layers is even slower
-            low, high = lowest, max_layers  # binary search for the largest min_layers that is fast enough
+            low, high = lowest, position  # binary search for the largest min_layers that is fast enough
             while low < high:
                 middle = (low + high + 1) // 2
-                fast = self.reached_by(self.schedule(max_layers, middle, prompt)) >= self.speedup
+                fast = self.reached_by(self.schedule(max_layers, self.budgets[middle], prompt)) >= self.speedup
                 low, high = (middle, high) if fast else (low, middle - 1)
-            candidate = self.schedule(max_layers, low, prompt)
+            candidate = self.schedule(max_layers, self.budgets[low], prompt)
             candidates[candidate] = self.reached_by(candidate)
         return candidates
 
@@ -190,14 +197,15 @@ class _Target:
 
         Where there is none, prompts run max_layers.
         """
-        found, enough = self.nearest("max"), self.shape["warmup_layers"]
-        while above - enough > 1:
-            middle = (enough + above) // 2
-            candidate = self.nearest(middle)
+        found = self.nearest("max")
+        numbers = [budget for budget in self.budgets[1:] if budget < above]
+        while numbers:
+            middle = len(numbers) // 2
+            candidate = self.nearest(numbers[middle])
             if self.decodes_slowly_enough(candidate):
-                enough, found = middle, candidate
+                numbers, found = numbers[middle + 1 :], candidate
             else:
-                above = middle
+                numbers = numbers[:middle]
         return found
 
     def with_longer_horizon(self, schedule: SkipSchedule) -> SkipSchedule:

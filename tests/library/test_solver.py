@@ -1,5 +1,6 @@
 """The cost model counts everything that a step touches, and the solver reaches its target by this count."""
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from skipdecode import ConfigError, CostModel, Machine, MeasuredCost, SkipSchedu
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.lengths import LengthsByPrompt
-from skipdecode.schedule.solver import MAX_DECODE_RATIO, MAX_HORIZON_RATIO, TOLERANCE
+from skipdecode.schedule.solver import MAX_DECODE_RATIO, MAX_HORIZON_RATIO, TOLERANCE, OutOfReachError
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -242,7 +243,7 @@ def test_a_checkpoint_with_sequence_lengths_solves_its_schedule_for_the_given_ba
     texts, prompts = [[12, 5], [30, 5], [60, 1]], [[40, 9]]
     solver = {"horizon": 40, "batch_size": 8, "lengths": texts, "prompt_lengths": prompts}
     trained = solve_schedule(OPT_1_3B, 3, **solver)
-    both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
+    both = {3.0: trained, **{speedup: solve_schedule(OPT_1_3B, speedup, **solver) for speedup in (1.5, 2.0, 4.0)}}
     config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver).to_dict())
     assert config.plan_for(OPT_1_3B, 3).schedule == trained
     assert config.plan_for(OPT_1_3B, 3, prompts=[[70] * 8]).schedule == trained
@@ -268,7 +269,7 @@ def test_a_checkpoint_with_lengths_by_prompt_solves_its_schedule_for_the_given_p
     solver = {"horizon": 40, "lengths": [[30, 1]], "prompt_lengths": [[40, 1]]}
     texts = LengthsByPrompt.of([(n, n) for n in range(20, 61)])
     trained = solve_schedule(OPT_1_3B, 3, **solver)
-    both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
+    both = {3.0: trained, **{speedup: solve_schedule(OPT_1_3B, speedup, **solver) for speedup in (1.5, 2.0, 4.0)}}
     config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver, lengths_by_prompt=texts).to_dict())
     assert config.plan_for(OPT_1_3B, 3).schedule == trained
     found = {}
@@ -283,6 +284,58 @@ def test_a_checkpoint_with_lengths_by_prompt_solves_its_schedule_for_the_given_p
     # Prompts with completions of one token have no decode step: the lengths of training are used instead.
     at_once = SkipConfig(solver=solver, lengths_by_prompt=LengthsByPrompt.of([(20, 1), (60, 9)], groups=2))
     assert at_once.plan_for(OPT_1_3B, 3, prompts=[[20]]).schedule == trained
+
+
+@given(
+    st.sets(st.integers(1, 12), min_size=1),
+    st.sampled_from(["linear", "constant"]),
+    st.sampled_from(["full", "max"]),
+    st.sampled_from(["decode", "all"]),
+    st.floats(1.01, 6),
+)
+def test_with_budgets_a_schedule_runs_only_those_and_is_as_near_to_the_target_as_any(
+    budgets: set[int], decay: Any, prompt: Any, over: Any, target: float
+) -> None:
+    cost = MeasuredCost(12, {1: 2.0, 12: 13.0}, prefill={1: 2.0, 12: 24.0})
+    budgets.add(12)  # full depth is always allowed
+
+    def layers(schedule: SkipSchedule) -> set[int]:
+        return {schedule.prompt_budget, *(schedule.budget(i) for i in range(9))}
+
+    allowed = []
+    for low, high, fill in itertools.product(range(1, 13), range(1, 13), [prompt, *range(1, 13)]):
+        if low > high or (decay == "constant" and low < high) or (fill != prompt and (over == "decode" or fill < high)):
+            continue
+        each = SkipSchedule(12, high, low, horizon=8, decay=decay, prompt=fill)
+        # All numbers in between count, whether or not a horizon of eight tokens meets them.
+        if layers(each) <= budgets and set(range(low, high + 1)) <= budgets:
+            allowed.append(cost.speedup(each, over=over))
+    how: Any = {"horizon": 8, "decay": decay, "prompt": prompt, "over": over, "budgets": budgets}
+    if target > max(allowed):
+        with pytest.raises(OutOfReachError):
+            solve_schedule(cost, target, **how)
+        return
+    found = solve_schedule(cost, target, **how)
+    assert layers(found) <= budgets
+    assert cost.speedup(found, over=over) >= target
+    if over == "decode":
+        aim = min(target * cost.margin, max(allowed))
+        assert cost.speedup(found) <= min(speedup for speedup in allowed if speedup >= aim) * (1 + TOLERANCE)
+
+
+def test_a_checkpoint_of_few_depths_keeps_to_them_in_other_batches() -> None:
+    """Solved anew, 3x of a batch of 32 would run layers that no training step ran."""
+    solver = {"decay": "constant", "prompt": "max", "horizon": 40, "over": "all"}
+    schedules = {speedup: solve_schedule(OPT_1_3B, speedup, **solver) for speedup in (1, 2, 3, 4)}
+    lengths = LengthsByPrompt.of([(n, n) for n in range(20, 61)])
+    config = SkipConfig(schedules, solver, lengths_by_prompt=lengths)
+    trained = {schedule.max_layers for schedule in schedules.values()}
+    batch = [[40] * 32]
+    untrained = solve_schedule(config.cost_for(OPT_1_3B, prompts=batch), 2.5, **solver)
+    assert untrained.max_layers not in trained  # else this test shows nothing
+    plan = config.plan_for(OPT_1_3B, 2.5, prompts=batch)
+    assert plan.reached
+    assert plan.schedule.max_layers in trained
 
 
 def test_a_checkpoint_stores_every_digit_of_its_speedups() -> None:
