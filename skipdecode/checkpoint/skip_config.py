@@ -230,13 +230,14 @@ class SkipConfig:
 
     @cached_property
     def trained_budgets(self) -> frozenset[int] | None:
-        """The numbers of layers that tokens or prompts ran in training; None where there are no trained schedules.
+        """The numbers of layers that tokens or prompts ran in training; None where no trained schedule skips layers.
 
-        A pretrained model writes poor text with any other number (docs/results.md).
+        A pretrained model writes poor text with any other number (docs/results.md). A model that was trained at full
+        depth alone may have exits after any layer, or layer dropout.
         """
-        if not self.schedules:
-            return None
         trained = self.schedules.values()
+        if not any(schedule.skips for schedule in trained):
+            return None
         tokens = {schedule.budget(i) for schedule in trained for i in range(schedule.horizon + 1)}
         return frozenset(tokens | {schedule.prompt_budget for schedule in trained})
 
