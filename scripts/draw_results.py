@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md"]
 # What the quickstart trains for 3x; prompts run as many layers as the first generated token.
 SCHEDULE = SkipSchedule(num_layers=12, max_layers=6, min_layers=2, horizon=34, prompt="max")
 PROMPT_TOKENS, TOKENS = 16, 44
-CONDITIONS = "SmolLM2-135M on E2E, two seeds, 630 prompts; batch 32 on a CPU"
+CONDITIONS = "SmolLM2-135M on E2E, one seed, 630 prompts; batch 32 on a CPU"
 Figures = Sequence[dict[str, str]]
 
 
