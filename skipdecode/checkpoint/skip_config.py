@@ -232,8 +232,8 @@ class SkipConfig:
     def trained_budgets(self) -> frozenset[int] | None:
         """The numbers of layers that tokens or prompts ran in training; None where no trained schedule skips layers.
 
-        A pretrained model writes poor text with any other number (docs/results.md). A model that was trained at full
-        depth alone may have exits after any layer, or layer dropout.
+        A pretrained model writes poor text with any other number (docs/limitations.md). A model that was trained at
+        full depth alone may have exits after any layer, or layer dropout.
         """
         trained = self.schedules.values()
         if not any(schedule.skips for schedule in trained):
