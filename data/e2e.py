@@ -5,24 +5,14 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from data.e2e_slots import MENTIONS, SLOTS, slot_errors
 from data.pairs import by_meaning, csv_pairs
 from data.placeholders import capitals, check_slots, hide, placeholder, put_back
 from data.source import check_folder, hub_rows
 from data.task import Example, Split, Task, check_split
 from skipdecode.errors import ConfigError
 
-# In the order of prompts; rows may have another order.
-SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
 HUB_REPOSITORY, HUB_REVISION = "tuetschek/e2e_nlg", "refs/convert/parquet"
-
-# Patterns that tell whether a text states a slot, after the slot aligner of Dušek, Howcroft and Rieser, "Semantic Noise
-# Matters for Neural NLG" (INLG 2019). The other slots are stated by their values.
-MENTIONS = {
-    "priceRange": re.compile(r"pric|cheap|expensiv|moderate|cost|afford|£|pound|budget", re.IGNORECASE),
-    "customer rating": re.compile(r"rat(ed|ing)|star|out of|customer|review|recommend|regard|score", re.IGNORECASE),
-    "area": re.compile(r"river|city|cent(re|er)|town", re.IGNORECASE),
-    "familyFriendly": re.compile(r"famil|kid|child|adult|young|all ages", re.IGNORECASE),
-}
 
 _SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
@@ -37,6 +27,8 @@ class E2E(Task):
             predictions before scoring. A model trained from scratch can't write names that it never saw.
         faithful: train only on the references of each MR that omit the fewest slots. One reference in six omits
             something, and a small model learns to omit much more.
+        clean: train only on the references of each MR that have the fewest slot errors, as the metric counts them.
+            Models learn the errors of their references (Dušek, Howcroft and Rieser, INLG 2019).
         concise: train only on the shorter half (in words) of the remaining references of each MR. A small model trained
             on all of them writes longer texts than the references.
         holdout: number of meaning representations of `devset.csv`, evenly spaced, that form the validation split and
@@ -57,6 +49,7 @@ class E2E(Task):
         path: str | None = None,
         delexicalise: Sequence[str] = (),
         faithful: bool = False,
+        clean: bool = False,
         concise: bool = False,
         holdout: int = 0,
     ) -> None:
@@ -65,6 +58,7 @@ class E2E(Task):
         self.path = Path(path) if path is not None else None
         self.delexicalise = check_slots(delexicalise, SLOTS)
         self.faithful = faithful
+        self.clean = clean
         self.concise = concise
         self.holdout = holdout
 
@@ -105,7 +99,9 @@ class E2E(Task):
         wanted = slots if self.faithful else hidden
         texts = [hide(reference, hidden) for reference in references]
         omitted = [sum(not _states(text, slot, hidden) for slot in wanted) for text in texts]
-        targets = [text for text, count in zip(texts, omitted, strict=True) if count == min(omitted)]
+        errors = [slot_errors(reference, slots).count if self.clean else 0 for reference in references]
+        faults = [sum(counts) for counts in zip(omitted, errors, strict=True)]
+        targets = [text for text, count in zip(texts, faults, strict=True) if count == min(faults)]
         if self.concise:
             targets = _shorter_half(targets)
         return Example(

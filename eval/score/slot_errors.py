@@ -1,6 +1,6 @@
 """The slot error rate (SER): slots of the meaning representation that an output misses, gets wrong, repeats or adds.
 
-Slots are matched by task-specific patterns: `slots_e2e`, `slots_viggo`, `slots_webnlg`.
+Slots are matched by task-specific patterns: `data.e2e_slots`, `slots_viggo`, `slots_webnlg`.
 """
 
 import unicodedata
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from data.e2e import read_meaning
+from data.e2e_slots import slot_errors
+from data.slots import SlotErrors
 from data.viggo import is_act, parse_act
 from data.webnlg import read_triples
 from eval.score.metric import Array, Metric, NotAvailableError, Statistics, Texts
-from eval.score.slots import SlotErrors
-from eval.score.slots_e2e import slot_errors
 from eval.score.slots_viggo import act_errors
 from eval.score.slots_webnlg import name_errors
 from eval.score.tokenizers import english_obstacle

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 
 from data.placeholders import placeholder
+from data.slots import SlotErrors
 from data.viggo import SLOTS, Meaning
-from eval.score.slots import SlotErrors
 
 # Patterns that mention a slot with the values yes and no.
 _MENTIONS = {

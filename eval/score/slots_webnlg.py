@@ -7,8 +7,8 @@ Dialogue Systems" (EMNLP 2015); the matching of names is our own.
 import re
 from collections.abc import Collection, Sequence
 
+from data.slots import SlotErrors
 from data.webnlg import DATE, PLACEHOLDER, Triple, folded, spoken
-from eval.score.slots import SlotErrors
 
 # Function words, which don't identify a name.
 _FUNCTION_WORDS = frozenset(

@@ -6,10 +6,10 @@ import pytest
 
 from data import load_task
 from data.e2e import parse_mr, read_meaning
+from data.e2e_slots import VALUES, slot_errors
 from eval.score.metric import NotAvailableError
 from eval.score.scores import score
 from eval.score.slot_errors import slot_error_rate
-from eval.score.slots_e2e import VALUES, slot_errors
 from skipdecode import ConfigError
 
 FULL = (

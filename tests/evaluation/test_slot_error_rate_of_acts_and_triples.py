@@ -7,10 +7,10 @@ import pytest
 
 from data import load_task
 from data.placeholders import placeholder
+from data.slots import SlotErrors
 from data.viggo import parse_act
 from data.webnlg import letters_of, read_triples
 from eval.score.slot_errors import slot_error_rate
-from eval.score.slots import SlotErrors
 from eval.score.slots_viggo import act_errors
 from eval.score.slots_webnlg import name_errors
 

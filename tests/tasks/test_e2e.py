@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import load_task
-from data.e2e import E2E, SLOTS, parse_mr
+from data.e2e import E2E, parse_mr
+from data.e2e_slots import SLOTS
 from data.placeholders import hide
 from skipdecode import ConfigError
 

@@ -6,9 +6,19 @@ Slots are matched by patterns after Dušek, Howcroft and Rieser, "Semantic Noise
 import re
 from collections.abc import Mapping
 
-from data.e2e import MENTIONS, SLOTS
 from data.placeholders import placeholder
-from eval.score.slots import SlotErrors
+from data.slots import SlotErrors
+
+# In the order of prompts; rows may have another order.
+SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
+
+# Patterns that tell whether a text states a slot. The other slots are stated by their values.
+MENTIONS = {
+    "priceRange": re.compile(r"pric|cheap|expensiv|moderate|cost|afford|£|pound|budget", re.IGNORECASE),
+    "customer rating": re.compile(r"rat(ed|ing)|star|out of|customer|review|recommend|regard|score", re.IGNORECASE),
+    "area": re.compile(r"river|city|cent(re|er)|town", re.IGNORECASE),
+    "familyFriendly": re.compile(r"famil|kid|child|adult|young|all ages", re.IGNORECASE),
+}
 
 _FIVE = r"\s*(?:out\s+of|of|/|-)\s*(?:5|five)\b"
 _RATING = r"(?:customer\w*|rat\w+|review\w*|recommend\w*|regard\w*|scor\w+|approv\w+|reput\w+)"
@@ -87,9 +97,9 @@ FOODS = ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japa
 def slot_errors(text: str, meaning: Mapping[str, str]) -> SlotErrors:
     """Check an output against the slots of its meaning representation.
 
-    Names, kinds of place and cuisines are matched literally, ignoring case; the other slots by the patterns of
-    data/e2e.py, and their values by the patterns above. The words of `name` and `near` don't state other slots: "Raja
-    Indian Cuisine" is not a cuisine. An additional kind of place isn't counted, since everything is a restaurant.
+    Names, kinds of place and cuisines are matched literally, ignoring case; the other slots by the patterns above.
+    The words of `name` and `near` don't state other slots: "Raja Indian Cuisine" is not a cuisine. An additional kind
+    of place isn't counted, since everything is a restaurant.
     """
     rest = text
     for slot in ("name", "near"):
