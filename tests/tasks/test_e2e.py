@@ -231,6 +231,33 @@ def test_if_every_reference_omits_facts_those_with_the_fewest_omissions_are_trai
     assert example.targets == texts[1:]
 
 
+ERRONEOUS = {
+    "missing": "Aromi is a cheap pub by the river.",
+    "wrong": "Aromi is an expensive Italian pub by the river.",
+    "added": "Aromi is a cheap Italian pub by the river, good for families.",
+    "repeated": "Aromi is a cheap, cheap Italian pub by the river.",
+}
+
+
+@pytest.mark.parametrize("hidden", [[], ["name"]])
+def test_clean_training_excludes_references_with_any_kind_of_slot_error(hidden: list[str], tmp_path: Path) -> None:
+    clean = ["A cheap Italian pub, Aromi, is by the river.", "Riverside pub Aromi is cheap and serves Italian food."]
+    texts = [*ERRONEOUS.values(), *clean, "Aromi is an expensive pub."]  # the last has three errors
+    rows = "".join(
+        f'"name[Aromi], eatType[pub], food[Italian], priceRange[cheap], area[riverside]","{t}"\n' for t in texts
+    )
+    folder_with(tmp_path, HEADER + rows)
+    (example,) = E2E(str(tmp_path), hidden, clean=True).load("train")
+    assert list(example.targets) == [t.replace("Aromi", "Xname") if hidden else t for t in clean]
+    assert example.references == tuple(texts)
+    folder_with(
+        tmp_path,
+        HEADER + "".join(row for row in rows.splitlines(keepends=True) if row.split('","')[1][:-2] not in clean),
+    )
+    (example,) = E2E(str(tmp_path), clean=True, concise=True).load("train")
+    assert example.targets == (ERRONEOUS["missing"], ERRONEOUS["wrong"])  # the shorter two of those with one error
+
+
 def test_concise_training_uses_the_shorter_half_of_the_faithful_references(tmp_path: Path) -> None:
     texts = ["Aromi.", "By the river it is, Aromi.", "Aromi by the river.", "Riverside Aromi.", "The river has Aromi."]
     rows = "".join(f'"name[Aromi], area[riverside]","{text}"\n' for text in texts)
@@ -254,6 +281,7 @@ def test_one_reference_in_six_of_the_real_data_omits_a_fact(shared_data: Path) -
     ("task", "option", "value"),
     [
         ("e2e", "faithful", "maybe"),
+        ("e2e", "clean", "maybe"),
         ("e2e", "concise", "maybe"),
         ("e2e", "delexicalise", "name"),
         ("e2e", "delexicalise", ["name", "name"]),
