@@ -242,18 +242,13 @@ ERRONEOUS = {
 @pytest.mark.parametrize("hidden", [[], ["name"]])
 def test_clean_training_excludes_references_with_any_kind_of_slot_error(hidden: list[str], tmp_path: Path) -> None:
     clean = ["A cheap Italian pub, Aromi, is by the river.", "Riverside pub Aromi is cheap and serves Italian food."]
-    texts = [*ERRONEOUS.values(), *clean, "Aromi is an expensive pub."]  # the last has three errors
-    rows = "".join(
-        f'"name[Aromi], eatType[pub], food[Italian], priceRange[cheap], area[riverside]","{t}"\n' for t in texts
-    )
-    folder_with(tmp_path, HEADER + rows)
+    erroneous = [*ERRONEOUS.values(), "Aromi is an expensive pub."]  # the last has three errors
+    row = '"name[Aromi], eatType[pub], food[Italian], priceRange[cheap], area[riverside]","{}"\n'
+    folder_with(tmp_path, HEADER + "".join(map(row.format, [*erroneous, *clean])))
     (example,) = E2E(str(tmp_path), hidden, clean=True).load("train")
     assert list(example.targets) == [t.replace("Aromi", "Xname") if hidden else t for t in clean]
-    assert example.references == tuple(texts)
-    folder_with(
-        tmp_path,
-        HEADER + "".join(row for row in rows.splitlines(keepends=True) if row.split('","')[1][:-2] not in clean),
-    )
+    assert example.references == (*erroneous, *clean)
+    folder_with(tmp_path, HEADER + "".join(map(row.format, erroneous)))
     (example,) = E2E(str(tmp_path), clean=True, concise=True).load("train")
     assert example.targets == (ERRONEOUS["missing"], ERRONEOUS["wrong"])  # the shorter two of those with one error
 
