@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +74,7 @@ def encode_task(
     max_completion_tokens: int,
     end_tokens: Sequence[int] = (),
     limit: int | None = None,
+    completions: Mapping[str, str] | None = None,
     num_proc: int | None = None,
     cache_dir: str | None = None,
 ) -> Encoded:
@@ -87,6 +88,7 @@ def encode_task(
         max_completion_tokens: maximum completion length, as in `encode_pairs`.
         end_tokens: the tokens that end generation, as in `encode_pairs`.
         limit: number of examples to use, from the first; None: all.
+        completions: example's id -> the text of its only row, in place of its targets; None: the targets.
         num_proc: number of processes; None: one.
         cache_dir: folder of the cache; None: the cache of the datasets library.
 
@@ -96,7 +98,8 @@ def encode_task(
     Raises:
         ConfigError: as the task and `encode_pairs` do, and for a cache that can't be read or written.
     """
-    key = _key(task, split, tokenizer, (max_prompt_tokens, max_completion_tokens, limit, *end_tokens))
+    limits = (max_prompt_tokens, max_completion_tokens, limit, *end_tokens)
+    key = _key(task, split, tokenizer, limits, completions)
     cache = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "skipdecode"
     folder = cache / key
     if not folder.exists():
@@ -109,7 +112,7 @@ def encode_task(
             _bars_on_terminals(),
             _spawned(),
         ):
-            texts = _write_texts(task, split, limit, unfinished)
+            texts = _write_texts(task, split, limit, completions, unfinished)
             rows = texts.map(
                 partial(
                     _encode_batch,
@@ -135,7 +138,9 @@ def encode_task(
         ) from error
 
 
-def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> datasets.Dataset:
+def _write_texts(
+    task: Task, split: Split, limit: int | None, completions: Mapping[str, str] | None, folder: str
+) -> datasets.Dataset:
     """Write the task's examples to disk, untokenised, as they are read."""
 
     def texts() -> Iterator[dict[str, Any]]:
@@ -144,7 +149,7 @@ def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> da
                 "id": example.id,
                 "body": example.body,
                 "instruction": example.instruction,
-                "targets": list(example.targets),
+                "targets": _targets(example, completions),
                 "chat": example.chat,
             }
 
@@ -157,6 +162,14 @@ def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> da
         if cause is None:
             raise
         raise cause from None  # the task's own error, without the library's wrapper
+
+
+def _targets(example: Example, completions: Mapping[str, str] | None) -> list[str]:
+    """The texts of the example's rows. A given one starts with the whitespace of the targets, which is a separator."""
+    if completions is None:
+        return list(example.targets)
+    target = example.targets[0]
+    return [target[: len(target) - len(target.lstrip())] + completions[example.id].lstrip()]
 
 
 def _encode_batch(
@@ -228,7 +241,13 @@ def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.nda
     return prompts, completions
 
 
-def _key(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, limits: tuple[int | None, ...]) -> str:
+def _key(
+    task: Task,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: tuple[int | None, ...],
+    completions: Mapping[str, str] | None,
+) -> str:
     """A hash of everything on which the rows depend; attributes that JSON can't represent are hashed by their repr."""
     files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in task.files(split)]
     values = {
@@ -238,6 +257,7 @@ def _key(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, limits: t
         "files": files,
         "tokenizer": _tokenizer_hash(tokenizer),
         "limits": limits,
+        "completions": completions,
         # Another version of this code may make other rows of the same data.
         "code": [_hash(file.read_bytes()) for file in sorted(Path(__file__).parent.glob("*.py"))],
     }

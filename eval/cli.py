@@ -125,7 +125,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     add_task(group)
-    group.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts of the test set")
+    group.add_argument(
+        "--split",
+        choices=["train", "validation", "test"],
+        default="test",
+        help="the split to decode (default test); with train, the predictions of a fine-tuned model can be targets for "
+        "another (data.completions in a recipe)",
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts of the split")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: that of the task")
 
 

@@ -94,7 +94,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     config = SkipConfig.of(checkpoint.model.config)
     name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
-    examples = list(islice(task.stream("test"), request.limit))
+    examples = list(islice(task.stream(request.split), request.limit))
     speedups = evaluated_speedups(request, config)
     validation = []
     if request.system == "calm" and any(speedup > 1 for speedup in speedups) and not request.calm_thresholds:
@@ -171,6 +171,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
         "task": loaded.task.name,
         "task_options": list(request.task_options),
+        "split": request.split,
         "test_set": fingerprint(
             [[e.id, e.references, p.ids] for e, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),

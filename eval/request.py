@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from data.task import Split
 from eval.results import FILE_NAME
 from eval.score.metric import BertModel
 from eval.score.tokenizers import check_tokenizer
@@ -37,6 +38,7 @@ class Request:
     task: str | None = None
     data_dir: str | None = None
     task_options: tuple[str, ...] = ()  # key=value
+    split: Split = "test"
     limit: int | None = None
     batch_size: int = 32
     time_batch_sizes: tuple[int, ...] = ()  # empty: batch_size

@@ -210,6 +210,7 @@ class Report:
     versions: dict[str, str]
     rows: list[Row]
     weights: str = "model"
+    data_split: Literal["train", "validation", "test"] = "test"  # the split whose prompts were decoded
     prompts_cut: int = 0  # prompts whose article or post was truncated
     never_ended: int = 0  # outputs of the 1x row that reach max_new_tokens
     over: Over = "decode"  # the speedup that targets apply to
@@ -297,10 +298,11 @@ class Report:
     def notes(self) -> list[str]:
         """Sentences on how the figures were measured."""
         weights = f" with {self.weights} weights" if self.weights not in ("model", "packed") else ""
+        where = "" if self.data_split == "test" else f" of the {self.data_split} split"
         cut = f" ({self.prompts_cut} of them truncated)" if self.prompts_cut else ""
         return [
-            f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
-            f"{self.dtype}{weights} on {machine_words(self.machine)}, {self.date}.",
+            f"{self.examples} prompts{where}{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, "
+            f"greedy, {self.dtype}{weights} on {machine_words(self.machine)}, {self.date}.",
             *self._process_notes(),
             *([f"1x: the reference {self.reference} at full depth."] if self.reference is not None else []),
             *(

@@ -290,6 +290,7 @@ def _report(
         reference=request.reference,
         task=loaded.task.name,
         examples=len(loaded.examples),
+        data_split=request.split,
         batch_size=request.batch_size,
         max_new_tokens=loaded.max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),

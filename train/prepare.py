@@ -32,6 +32,7 @@ from skipdecode.training.layer_order import LayerOrder
 from skipdecode.training.sampling import ScheduleSampler, default_speedup, make_sampler, settings_of
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model, frozen_teacher
+from train.completions import written_completions
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.layer_order import AUTO, given_order, measured_order, stand_in_order
@@ -360,6 +361,7 @@ def _encode(
         max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
         end_tokens=ends,
         limit=limit,
+        completions=written_completions(recipe, task) if split == "train" else None,
         num_proc=section.num_proc,
         cache_dir=section.cache_dir,
     )

@@ -70,7 +70,7 @@ class DataSection(Section):
 
     task: str = Field(description="the task's name")
     path: str | None = Field(None, description="a local folder; null: the Hub, or nothing for a built-in task")
-    _expand = field_validator("path", "cache_dir", check_fields=False)(_expand_home)
+    _expand = field_validator("path", "completions", "cache_dir", check_fields=False)(_expand_home)
     options: dict[str, Any] = Field({}, description="the task's own options, such as delexicalise")
     max_prompt_tokens: int | None = Field(
         None,
@@ -81,6 +81,11 @@ class DataSection(Section):
         None, ge=1, description="null: the task's default; longer completions are truncated"
     )
     limit: int | None = Field(None, ge=1, description="use only this many examples, the first ones; null: all")
+    completions: str | None = Field(
+        None,
+        description="train on the texts of this file, one per example, in place of the data's completions: the "
+        "predictions of a fine-tuned model for the training prompts, from `python -m eval --split train`",
+    )
     num_proc: int | None = Field(None, ge=1, description="number of tokenisation processes; null: one")
     cache_dir: str | None = Field(
         None, description="folder in which tokenised rows are cached; null: the cache of the datasets library"

@@ -417,6 +417,7 @@ def test_continuing_an_evaluation_with_other_options_is_refused(
         (["--lossless", "3"], "(lossless was [], is [3.0])"),
         (["--agreement"], "(agreement was False, is True)"),
         (["--limit", "8"], "limit was 9, is 8"),
+        (["--split", "train"], "split was test, is train"),
     ]:
         assert eval.cli.main([*words, *change]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

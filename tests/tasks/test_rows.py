@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,6 +146,17 @@ def test_rows_follow_the_order_of_the_examples(folder: Path, tokenizer: Any) -> 
     assert encoded.completions_cut == sum(columns["completion_cut"])
 
 
+def test_given_completions_take_the_place_of_all_targets_of_their_examples(folder: Path, tokenizer: Any) -> None:
+    examples = load_task("cnndm", path=str(folder / "data")).load("train")
+    given = {example.id: f" {number} is short ." for number, example in enumerate(reversed(examples))}
+    encoded = encode(folder, tokenizer, completions=given)
+    replaced = [replace(example, targets=(f" {19 - number} is short .",)) for number, example in enumerate(examples)]
+    columns = encode_pairs(tokenizer, replaced, **LIMITS)
+    assert examples[0].targets[0].startswith(" "), "a separator, which the given text needs once"
+    for name in encoded.rows.column_names:
+        assert list(encoded.rows[name]) == columns[name]
+
+
 def test_a_second_run_reads_the_cached_rows(folder: Path, tokenizer: Any, tokenised: list[int]) -> None:
     first = encode(folder, tokenizer)
     assert sum(tokenised) == 20
@@ -162,6 +174,7 @@ def test_a_second_run_reads_the_cached_rows(folder: Path, tokenizer: Any, tokeni
         {"max_prompt_tokens": 41},
         {"max_completion_tokens": 13},
         {"limit": 19},
+        {"completions": {f"cnndm-train-{n}": f"{n} ." for n in range(20)}},
         {"options": {"holdout": 1}},
         {"vocabulary": 280},
         {"bos": True},

@@ -8,6 +8,7 @@ import torch
 from small_runs import SMALL, metrics, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import eval.cli
 import train.layer_order
 from skipdecode import ConfigError, skip_generate
 from skipdecode.checkpoint.loading import load_model
@@ -79,6 +80,7 @@ def test_a_layer_order_may_be_a_list_or_a_file(given: str, tmp_path: Path) -> No
         (["model.layers=3", "model.order=[0,1]"], r"model\.order is \[0, 1\] and model\.keep is null: "),
         (["model.layers=3", "model.keep=order", "model.order=auto"], "model.order is 'auto': measure the order first"),
         (["optim.teacher=somewhere"], 'optim.teacher is "somewhere" and optim.distillation is 0'),
+        (["data.completions=nowhere.jsonl"], r"data.completions: nowhere\.jsonl can't be read"),
         ([*ORDERED, "schedule.order=nowhere.json"], "schedule.order: order file 'nowhere.json' can't be read"),
         ([*ORDERED, "schedule.order=[0,1]"], "schedule.order: order has 2 layers"),
         (["optim.teacher=nowhere/at/all", "optim.distillation=1"], "optim.teacher: 'nowhere/at/all' isn't a"),
@@ -111,3 +113,24 @@ def test_a_teacher_of_another_tokenizer_is_refused(ordered: Path, tmp_path: Path
     changes = ["model.vocab_size=300", f"optim.teacher={ordered}", "optim.distillation=1"]
     with pytest.raises(ConfigError, match=r"optim\.teacher .* has another vocabulary .*: both must be the same"):
         train_small(tmp_path / "run", *changes)
+
+
+def test_a_model_is_trained_on_what_another_wrote_for_its_prompts(ordered: Path, tmp_path: Path) -> None:
+    words = ["--checkpoint", str(ordered), "--split", "train", "--speedup", "1", "--max-new-tokens", "12"]
+    assert eval.cli.main([*words, "--time-limit", "4", "--output", str(tmp_path / "texts")]) == 0
+    assert "60 prompts of the train split" in (tmp_path / "texts" / "report.md").read_text()
+    file = tmp_path / "texts" / "predictions" / "1x.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    # After four steps the model writes the same for every prompt.
+    texts = [f"The {number}.00 ferry leaves." for number in range(len(lines))]
+    written = [{**line, "prediction": text} for line, text in zip(lines, texts, strict=True)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in written))
+    changes = [*SMALL, "schedule.texts=0", f"output.dir={tmp_path / 'run'}"]
+    recipe = load_recipe("quickstart", [*changes, f"data.completions={file}"])
+    prepared = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path / "run"))
+    rows = prepared.tokenizer.batch_decode(list(prepared.encoded.rows["completion_ids"]), skip_special_tokens=True)
+    assert rows == texts
+    written[0]["prompt"] = written[1]["prompt"]  # other data, in which this id is another example
+    file.write_text("".join(json.dumps(line) + "\n" for line in written))
+    with pytest.raises(ConfigError, match=r"data.completions is .*: it has no prediction for the prompt of "):
+        prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path / "run"))
