@@ -93,7 +93,17 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
 # Keys that always have an effect, or that are always needed. Every recipe key must be here or in CASES.
 ALWAYS = {
     "model": {"name_or_path", "shape", "config", "layers", "tokenizer", "dtype"},
-    "data": {"task", "path", "options", "max_prompt_tokens", "max_completion_tokens", "limit", "num_proc", "cache_dir"},
+    "data": {
+        "task",
+        "path",
+        "options",
+        "max_prompt_tokens",
+        "max_completion_tokens",
+        "limit",
+        "completions",
+        "num_proc",
+        "cache_dir",
+    },
     "schedule": {"speedups", "files", "speedup_range", "horizon", "over", "batch_size", "prompt_length", "texts"},
     "optim": {
         *("learning_rate", "weight_decay", "beta1", "beta2", "scheduler", "max_grad_norm"),
