@@ -38,7 +38,7 @@ def main() -> int:
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
     with matplotlib.rc_context(STYLE):
         draw(IMAGES / "schedule.png", draw_schedule)
-        draw(IMAGES / "quality.png", draw_quality)
+        draw(IMAGES / "quality.png", draw_quality, panels=2)
         draw(IMAGES / "gpu-speed.png", draw_gpu_speed)
     return 0
 
@@ -99,10 +99,10 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], numbers: int) -
     return "\n".join(f"|{'|'.join(cells)}|" for cells in (heads, rules, *lines))
 
 
-def draw(path: Path, panel: Callable[[Axes], None]) -> None:
-    """A picture of one panel; all have one size, so that two stand side by side."""
+def draw(path: Path, panel: Callable[..., None], panels: int = 1) -> None:
+    """A picture of panels below each other; all pictures have one size, so that two stand side by side."""
     figure = Figure(figsize=(6.6, 4.2), layout="constrained")
-    panel(figure.subplots())
+    panel(*figure.subplots(panels, squeeze=False, sharex=True)[:, 0])
     save_png(path, figure)
 
 
@@ -132,22 +132,27 @@ def draw_schedule(axes: Axes) -> None:
     )
 
 
-def draw_quality(axes: Axes) -> None:
-    """BLEU on E2E against the measured end-to-end speedup, a line for each system that has several targets."""
+def draw_quality(bleu: Axes, facts: Axes) -> None:
+    """BLEU and SER on E2E against the measured end-to-end speedup, a line for each system that has several targets."""
     figures = [row for row in read("pretrained") if row["task"] == "E2E"]
     for number, system in enumerate(dict.fromkeys(row["system"] for row in figures)):
         rows = [row for row in figures if row["system"] == system]
-        spread = [float(row["score_sd"] or 0) for row in rows]
-        x, y = [float(row["speedup"]) for row in rows], [float(row["score"]) for row in rows]
-        draw_series(axes, number, system, x, y, yerr=spread if any(spread) else None)
-    axes.set_xlabel("measured end-to-end speedup (prefill + decode)")
-    axes.set_ylabel("BLEU")
-    axes.set_ylim(0, 75)
-    axes.set_xlim(0.8, 4.7)
-    axes.xaxis.set_major_formatter("{x:g}x")
-    axes.legend(loc="lower left", fontsize=9)
-    axes.set_title("Quality against speed on a pretrained model", pad=24)
-    axes.text(0, 1.03, CONDITIONS, transform=axes.transAxes, fontsize=8.5, color=MUTED)
+        x = [float(row["speedup"]) for row in rows]
+        for axes, name in ((bleu, "score"), (facts, "slot_error_rate")):
+            spread = [float(row[f"{name}_sd"] or 0) for row in rows]
+            draw_series(
+                axes, number, system, x, [float(row[name]) for row in rows], yerr=spread if any(spread) else None
+            )
+    bleu.set_ylabel("BLEU")
+    bleu.set_ylim(0, 75)
+    bleu.legend(loc="lower left", fontsize=8.5, ncols=2)
+    bleu.set_title("Quality against speed on a pretrained model", pad=24)
+    bleu.text(0, 1.06, CONDITIONS, transform=bleu.transAxes, fontsize=8.5, color=MUTED)
+    facts.set_ylabel("wrong or missing\nfacts, %")
+    facts.set_ylim(bottom=-0.4)
+    facts.set_xlabel("measured end-to-end speedup (prefill + decode)")
+    facts.set_xlim(0.8, 4.7)
+    facts.xaxis.set_major_formatter("{x:g}x")
 
 
 def draw_gpu_speed(axes: Axes) -> None:
