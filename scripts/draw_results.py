@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -38,7 +37,7 @@ def main() -> int:
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
     with matplotlib.rc_context(STYLE):
         draw(IMAGES / "schedule.png", draw_schedule)
-        draw(IMAGES / "quality.png", draw_quality, panels=2)
+        draw(IMAGES / "quality.png", draw_quality)
         draw(IMAGES / "gpu-speed.png", draw_gpu_speed)
     return 0
 
@@ -99,15 +98,16 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], numbers: int) -
     return "\n".join(f"|{'|'.join(cells)}|" for cells in (heads, rules, *lines))
 
 
-def draw(path: Path, panel: Callable[..., None], panels: int = 1) -> None:
-    """A picture of panels below each other; all pictures have one size, so that two stand side by side."""
+def draw(path: Path, fill: Callable[[Figure], None]) -> None:
+    """A picture that `fill` draws; all have one size, so that two stand side by side."""
     figure = Figure(figsize=(6.6, 4.2), layout="constrained")
-    panel(*figure.subplots(panels, squeeze=False, sharex=True)[:, 0])
+    fill(figure)
     save_png(path, figure)
 
 
-def draw_schedule(axes: Axes) -> None:
+def draw_schedule(figure: Figure) -> None:
     """Which layers run for the prompt and for each generated token."""
+    axes = figure.subplots()
     layers = range(1, SCHEDULE.num_layers + 1)
     cutoffs = SCHEDULE.cutoffs(TOKENS)
     for_prompt = {layer + 1 for layer in SCHEDULE.layers_at(0)}
@@ -132,17 +132,16 @@ def draw_schedule(axes: Axes) -> None:
     )
 
 
-def draw_quality(bleu: Axes, facts: Axes) -> None:
+def draw_quality(figure: Figure) -> None:
     """BLEU and SER on E2E against the measured end-to-end speedup, a line for each system that has several targets."""
+    bleu, facts = figure.subplots(2, sharex=True)
     figures = [row for row in read("pretrained") if row["task"] == "E2E"]
     for number, system in enumerate(dict.fromkeys(row["system"] for row in figures)):
         rows = [row for row in figures if row["system"] == system]
         x = [float(row["speedup"]) for row in rows]
         for axes, name in ((bleu, "score"), (facts, "slot_error_rate")):
-            spread = [float(row[f"{name}_sd"] or 0) for row in rows]
-            draw_series(
-                axes, number, system, x, [float(row[name]) for row in rows], yerr=spread if any(spread) else None
-            )
+            y, spread = [float(row[name]) for row in rows], [float(row[f"{name}_sd"] or 0) for row in rows]
+            draw_series(axes, number, system, x, y, yerr=spread if any(spread) else None)
     bleu.set_ylabel("BLEU")
     bleu.set_ylim(0, 75)
     bleu.legend(loc="lower left", fontsize=8.5, ncols=2)
@@ -155,8 +154,9 @@ def draw_quality(bleu: Axes, facts: Axes) -> None:
     facts.xaxis.set_major_formatter("{x:g}x")
 
 
-def draw_gpu_speed(axes: Axes) -> None:
+def draw_gpu_speed(figure: Figure) -> None:
     """Bars of the measured decode speedup by target, for each model and batch size; a line at each target."""
+    axes = figure.subplots()
     figures = read("gpu-speed")
     groups = list(dict.fromkeys((row["model"], row["batch"]) for row in figures))
     targets = sorted({int(row["target"]) for row in figures})
